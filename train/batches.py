@@ -1,5 +1,5 @@
 """The inputs of every training step: packed sequences and anchors. An anchor is the token position
-behind which a training block starts. A background thread prepares the next step's inputs."""
+at which a training block starts. A background thread prepares the next step's inputs."""
 
 import os
 from collections.abc import Iterable
@@ -29,10 +29,11 @@ if TYPE_CHECKING:
 
 
 class MicroBatch(NamedTuple):
-    """The inputs of one forward and backward pass, prepared on the host."""
+    """The inputs of one forward and backward pass of the drafter, prepared on the host: packed
+    sequences and the training blocks in them."""
 
-    # The key is a column of the data set, for example "ids". The value has the shape
-    # (packed sequences, tokens); columns of stored features have further dimensions.
+    # Keys are columns of the data set, for example "ids". Values have the shape (packed sequences,
+    # tokens); columns with stored hidden states of the target have further dimensions.
     batch: dict[str, torch.Tensor]
     blocks: Blocks
     chunk_plan: ChunkPlan
@@ -48,11 +49,11 @@ class MicroBatch(NamedTuple):
 
 
 def load_packed_sequences(config: TrainConfig, target: Target) -> CountedDataset:
-    """Return the packed training sequences and the counts of used and excluded examples.
+    """Return the packed training sequences, and how many examples are used and excluded.
 
     The first process of each machine writes the packed sequences to a cache on the disk; the other
-    processes read the cache. Raises ValueError if there is no packed sequence, and if the cache is
-    damaged or cannot be written.
+    processes read the cache. Raises ValueError if there is no packed sequence, if the cache is
+    damaged, or if the cache cannot be written.
     """
     from datasets.config import HF_DATASETS_CACHE
     from pyarrow import ArrowException
@@ -87,10 +88,11 @@ def first_draw_index(
 ) -> int:
     """Return the index of a micro-batch's first packed sequence, counted from the start of the run.
 
-    step, micro_step: the step, and the micro-batch within the step, both counted from 0.
+    step: the training step, counted from 0. micro_step: the micro-batch within the step, counted
+    from 0.
 
     The index depends on the arguments only. A resumed run therefore needs no saved position in the
-    data, and a step has the same sequences for every number of processes.
+    data. A step has the same sequences for every number of processes.
     """
     micro_batch_size, _ = split_batch(config, world_size)
     return step * config.optim.batch_size + (micro_step * world_size + rank) * micro_batch_size
@@ -99,19 +101,21 @@ def first_draw_index(
 def draw_blocks(
     packed_batch: dict[str, torch.Tensor], config: TrainConfig, first_index: int
 ) -> Blocks:
-    """Draw random anchors for a batch and return the training blocks behind the anchors.
+    """Draw random anchors (start positions of training blocks) in packed sequences, and return the
+    blocks.
 
-    first_index: index of the batch's first packed sequence, counted from the start of the run.
+    packed_batch: the columns of the packed sequences. first_index: index of the first of these
+    sequences, counted from the start of the run.
 
-    The anchors of a sequence depend only on the seed and the sequence's index. The batch that
-    contains the sequence has no influence.
+    The anchors of a sequence depend only on the seed and the sequence's index, not on the other
+    sequences of the batch.
     """
     batch_size = len(packed_batch["ids"])
     rows = []
     for row in range(batch_size):
         generator = seeded_generator(config.seed, first_index + row)
         rows.append(torch.rand(config.anchors_per_sequence, generator=generator))
-    # (sequences, anchor slots)
+    # (packed sequences, anchors per sequence)
     jitter = torch.stack(rows).to(packed_batch["ids"].device)
 
     anchors, valid = draw_anchors(
@@ -122,10 +126,11 @@ def draw_blocks(
 
 
 class BatchPrefetcher:
-    """Prepare the micro-batches of one step in a background thread while the previous step runs.
+    """Prepares the micro-batches of the next training step in a background thread while the current
+    step runs.
 
-    steps: the numbers of the steps to prepare, in order. pinned: whether the micro-batches are in
-    page-locked memory.
+    steps: the numbers of the steps to prepare, in order. pinned: whether to put the micro-batches
+    into page-locked memory.
     """
 
     def __init__(
@@ -143,8 +148,8 @@ class BatchPrefetcher:
         self.next_batches = self.executor.submit(self.prepare_step)
 
     def prepare_step(self) -> list[MicroBatch]:
-        """Return this process's micro-batches of the next step, or an empty list if there is no
-        further step."""
+        """Read and return this process's micro-batches of the next step. The list is empty if there
+        is no further step."""
         step = next(self.steps, None)
         if step is None:
             return []
@@ -170,21 +175,22 @@ class BatchPrefetcher:
         return micro_batches
 
     def close(self) -> None:
-        """Stop the preparation of further steps."""
+        """Stop the background thread; no further steps are prepared."""
         self.executor.shutdown(wait=False, cancel_futures=True)
 
     def next_step(self) -> list[MicroBatch]:
-        """Return this process's micro-batches of the next step, and start to prepare those of the
-        step after it. Raises RunAborted if the data cannot be read."""
+        """Return this process's micro-batches of the next step, and start to prepare the step after
+        the next one. Raises RunAborted if the data cannot be read."""
         error = self.next_batches.exception()
         if error is not None:
-            # Only a Hugging Face data set has `cache_files`. For stored features, the error itself
-            # names the damaged file.
+            # Only a Hugging Face data set has `cache_files`. For a `StoredFeatures` data set, the
+            # error itself names the damaged file.
             files = [file["filename"] for file in getattr(self.dataset, "cache_files", [])]
             source = f" from {', '.join(files)}" if files else ""
             raise RunAborted(
                 f"packed training sequences cannot be read{source} ({type(error).__name__}: "
-                f"{error})"
+                f"{error}). Check the disk and the file. The same command continues from the "
+                "newest checkpoint"
             ) from error
         micro_batches = self.next_batches.result()
         self.next_batches = self.executor.submit(self.prepare_step)

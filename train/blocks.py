@@ -1,11 +1,10 @@
-"""The blocks that a drafter is trained on.
+"""The training blocks of a drafter.
 
 A block starts at an anchor, a token position of a packed sequence. The drafter gets the anchor's
 token and predicts the tokens after it, the labels. Each packed sequence has a fixed number of
 anchor slots, some of which can be empty.
 
-Shapes: B packed sequences, T tokens each, N anchor slots, K block size, L = K - 1 drafted
-positions.
+Shapes: B packed sequences, T tokens each.
 """
 
 from typing import NamedTuple
@@ -14,27 +13,32 @@ import torch
 
 
 class Blocks(NamedTuple):
-    """The blocks of a batch. Empty anchor slots have no supervised position."""
+    """The training blocks of a batch of packed sequences. Each sequence has the same number of
+    slots for blocks; a slot without a block has no loss."""
 
-    anchors: torch.Tensor  # (B, N) token positions in the packed sequence, sorted
-    valid: torch.Tensor  # (B, N) bool: whether the slot has an anchor
-    labels: torch.Tensor  # (B, N, L) the true tokens after the anchor
-    # (B, N, L) bool: whether the label has a loss; only labels in the anchor's document have one
+    # (B, num_slots) the blocks' start positions in the packed sequence, sorted
+    anchors: torch.Tensor
+    # (B, num_slots) bool: whether the slot has a block; a sequence can have fewer blocks than slots
+    valid: torch.Tensor
+    # (B, num_slots, block_size - 1) the true tokens after the anchor
+    labels: torch.Tensor
+    # Whether the label has a loss: bool, same shape as `labels`. Only labels in the anchor's
+    # document can have a loss.
     supervised: torch.Tensor
-    # (B, N, L) index of the target's hidden state that predicts the label, in the hidden states of
-    # all tokens of the batch, flattened to (B * T)
+    # Index of the target's hidden state that predicts the label: same shape as `labels`. It is an
+    # index into the hidden states of all tokens of the batch, flattened to (B * tokens).
     teacher_rows: torch.Tensor
 
 
 def find_anchor_candidates(loss: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
-    """Return at which tokens of packed sequences an anchor is allowed, (B, T) bool.
+    """Return at which tokens of packed sequences a training block may start.
 
-    loss: (B, T) bool, whether the token is to be learned. documents: (B, T) document number of each
-    token, -1 for padding.
+    loss: (B, num_tokens) bool, whether the token is to be learned. documents: (B, num_tokens)
+    document number of each token, -1 for padding. Returns (B, num_tokens) bool.
 
-    The anchor and the token after it must be tokens to learn. The tokens before and after the
-    anchor must belong to the anchor's document: in decoding, too, the first token of a block is
-    never the first token of the text, because a prompt precedes it.
+    The block's first token (the anchor) and the token after it must be tokens to learn. The tokens
+    before and after the anchor must belong to the anchor's document. The token before the anchor is
+    required because a prompt precedes every block in decoding, too.
     """
     candidates = torch.zeros_like(loss)
     same_document = documents[:, :-1] == documents[:, 1:]
@@ -45,15 +49,16 @@ def find_anchor_candidates(loss: torch.Tensor, documents: torch.Tensor) -> torch
 def count_available_anchors(
     loss: torch.Tensor, documents: torch.Tensor, max_per_document: int | None = None
 ) -> torch.Tensor:
-    """Return how many anchors each packed sequence can have, (B,) int64.
+    """Return how many anchors (start positions of training blocks) each packed sequence can have,
+    (B,) int64.
 
-    This is the number of tokens at which an anchor is allowed. With `max_per_document`, each
-    document counts with at most that many.
+    This is the number of tokens at which `find_anchor_candidates` allows an anchor. A document
+    counts with at most `max_per_document` anchors.
     """
     candidates = find_anchor_candidates(loss, documents)
     if max_per_document is None:
         return candidates.sum(1)
-    document_index = documents + 1  # padding, which is document -1, gets the index 0
+    document_index = documents + 1  # padding has the document number -1 and gets the index 0
     counts = torch.zeros_like(document_index).scatter_add(1, document_index, candidates.long())
     return counts.clamp(max=max_per_document).sum(1)
 
@@ -64,32 +69,33 @@ def draw_anchors(
     jitter: torch.Tensor,
     max_per_document: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw random anchors in packed sequences.
+    """Draw random anchors (start positions of training blocks) in packed sequences.
 
-    loss: (B, T) bool, whether the token is to be learned. documents: (B, T) document number of each
-    token, -1 for padding. jitter: (B, N) uniform random numbers in [0, 1). max_per_document:
-    maximum number of anchors in a document, None for no limit.
+    loss: (B, num_tokens) bool, whether the token is to be learned.
+    documents: (B, num_tokens) document number of each token, -1 for padding.
+    jitter: (B, num_slots) uniform random numbers in [0, 1). Each slot can get one anchor.
+    max_per_document: maximum number of anchors in a document, None for no limit.
 
-    Returns the anchors' token positions (B, N) int64, sorted, and whether each slot has an anchor,
-    (B, N) bool.
+    Returns two tensors of shape (B, num_slots): the sorted token positions of the anchors, int64,
+    and whether each slot has an anchor, bool.
 
     The sampling is stratified. The tokens at which an anchor is allowed (the candidates) are
-    divided into N equal strata, and slot j draws uniformly from stratum j. If the slot before it
-    drew the same candidate, slot j takes the next free candidate. No candidate is therefore drawn
-    twice, and the number of anchors in a document is proportional to its candidates. Slots beyond
-    the number that `count_available_anchors` returns stay empty.
+    divided into num_slots equal strata, and slot j draws uniformly from stratum j. If slot j - 1
+    drew the same candidate, slot j takes the next free candidate. No candidate is drawn twice, and
+    the number of anchors in a document is proportional to the number of its candidates. Slots
+    beyond the number that `count_available_anchors` returns stay empty.
     """
     candidates = find_anchor_candidates(loss, documents)  # (B, T)
     counts = candidates.sum(1, keepdim=True)  # (B, 1)
     num_slots = jitter.shape[1]
-    slots = torch.arange(num_slots, device=loss.device)  # (N,)
+    slots = torch.arange(num_slots, device=loss.device)  # (num_slots,)
     candidate_ranks = candidates.cumsum(1) - 1  # (B, T)
     if max_per_document is None:
-        ranks = ((slots + jitter) * counts / num_slots).long()  # (B, N)
+        ranks = ((slots + jitter) * counts / num_slots).long()  # (B, num_slots)
     else:
         ranks = _draw_ranks_by_document(candidates, documents, slots + jitter, max_per_document)
 
-    # make each rank larger than the rank of the slot before
+    # Make the ranks strictly increasing over the slots, so that no candidate is drawn twice.
     ranks = (ranks - slots).cummax(1).values + slots
     valid = ranks < counts
     ranks = torch.minimum(ranks, (counts - 1).clamp(min=0))
@@ -103,26 +109,30 @@ def _draw_ranks_by_document(
     slot_offsets: torch.Tensor,
     max_per_document: int,
 ) -> torch.Tensor:
-    """Return which candidate each slot draws if the number of anchors per document is limited.
+    """Draw a candidate (a token at which a training block may start) for each slot, at most
+    `max_per_document` in each document.
 
-    candidates: (B, T) bool, tokens at which an anchor is allowed. documents: (B, T) document
-    numbers, -1 for padding. slot_offsets: (B, N) slot number plus jitter.
+    candidates: (B, num_tokens) bool, whether the token is a candidate.
+    documents: (B, num_tokens) document numbers, -1 for padding.
+    slot_offsets: (B, num_slots) slot number plus a random number in [0, 1).
 
-    Returns the rank of the drawn candidate among the candidates of its sequence, (B, N). Slots that
-    stay empty get the number of candidates instead of a rank.
+    Returns the rank of each slot's candidate among the candidates of its sequence, (B, num_slots).
+    A slot that stays empty gets the number of candidates instead of a rank.
     """
-    document_index = documents + 1  # padding, which is document -1, gets the index 0
+    document_index = documents + 1  # padding has the document number -1 and gets the index 0
     counts = torch.zeros_like(document_index).scatter_add(1, document_index, candidates.long())
-    document_sizes = counts.gather(1, document_index)  # (B, T) candidates in a token's document
+    # (B, T) number of candidates in the token's document
+    document_sizes = counts.gather(1, document_index)
 
-    # the expected number of anchors at a candidate: below 1 if its document has more candidates
-    # than `max_per_document`
+    # The expected number of anchors at a candidate. It is below 1 if the candidate's document has
+    # more candidates than `max_per_document`.
     density = (max_per_document / document_sizes.clamp(min=1)).clamp(max=1).double() * candidates
     cumulative_density = density.cumsum(1)  # (B, T)
     num_anchors = cumulative_density[:, -1:].round()  # (B, 1)
     stride = (num_anchors / slot_offsets.shape[1]).clamp(min=1)
     targets = slot_offsets * stride
-    positions = torch.searchsorted(cumulative_density, targets.double(), side="right")  # (B, N)
+    # (B, num_slots)
+    positions = torch.searchsorted(cumulative_density, targets.double(), side="right")
 
     num_candidates = candidates.sum(1, keepdim=True)
     ranks_or_end = torch.cat([candidates.cumsum(1) - 1, num_candidates], 1)  # (B, T + 1)
@@ -136,19 +146,21 @@ def build_blocks(
     block_size: int,
     ends_at_gap: bool = False,
 ) -> Blocks:
-    """Return the blocks behind anchors in packed sequences.
+    """Return the training blocks that start at given positions (anchors) of packed sequences.
 
-    batch: the columns ids, documents and loss of packed sequences, (B, T) each. anchors, valid:
-    (B, N), the result of `draw_anchors`. ends_at_gap: whether a block ends at its first label
-    without loss.
+    batch: the columns ids, documents and loss of the packed sequences, (B, num_tokens) each.
+    anchors, valid: (B, num_slots), the result of `draw_anchors`.
+    block_size: number of tokens of a block: the anchor's token and the labels after it.
+    ends_at_gap: whether labels after a block's first label without loss have no loss either.
 
-    Labels beyond the end of the anchor's document or of the block are not supervised.
+    Labels beyond the end of the anchor's document have no loss.
     """
     ids = batch["ids"]
     documents = batch["documents"]
     loss = batch["loss"]
     batch_size, length = ids.shape
-    positions = anchors[..., None] + torch.arange(1, block_size, device=ids.device)  # (B, N, L)
+    # (B, num_slots, block_size - 1)
+    positions = anchors[..., None] + torch.arange(1, block_size, device=ids.device)
     clamped_positions = positions.clamp(max=length - 1)
 
     def gather_tokens(values: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:

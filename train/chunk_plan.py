@@ -1,10 +1,7 @@
-"""The division of the objective's rows into chunks, which limits the memory of the logits.
+"""The division of the training loss into chunks of rows, which limits the memory of the logits.
 
 A row is one drafted position of one block. Its teacher row is the index of the target's hidden
-state that the row is compared with; several rows can have the same teacher row.
-
-Shapes: G blocks of L drafted positions, R = G * L rows, n rows of positive weight, m distinct
-teacher rows.
+state that the row is compared with. Several rows can have the same teacher row.
 """
 
 from typing import NamedTuple
@@ -13,34 +10,43 @@ import torch
 
 
 class ChunkBounds(NamedTuple):
-    """The part of a `ChunkPlan` that one chunk covers, as half-open ranges of indices."""
+    """The two index ranges of a `ChunkPlan` that one chunk covers; the ends are exclusive."""
 
-    row_start: int  # the range row_start:row_end of ChunkPlan.rows
+    row_start: int  # the chunk's drafted positions are ChunkPlan.rows[row_start:row_end]
     row_end: int
-    teacher_start: int  # the range teacher_start:teacher_end of ChunkPlan.teacher_rows
+    # the target's hidden states for the chunk are ChunkPlan.teacher_rows[teacher_start:teacher_end]
+    teacher_start: int
     teacher_end: int
 
 
 class ChunkPlan(NamedTuple):
-    """The rows of positive weight, sorted by teacher row, and their division into chunks.
+    """The rows (drafted positions) with a positive weight in the loss, and their division into
+    chunks.
 
-    The plan is computed on the host together with the blocks. The sizes of the chunks therefore
-    need not be copied from the device.
+    The rows are sorted by their teacher row, the index of the target's hidden state that the row is
+    compared with. The plan is computed on the host together with the blocks. The sizes of the
+    chunks therefore need not be copied from the device.
     """
 
-    rows: torch.Tensor  # (n,) int64 indices of the rows of positive weight
-    teacher_rows: torch.Tensor  # (m,) int64 the teacher rows of `rows`, without duplicates
-    teacher_indices: torch.Tensor  # (n,) int64 index of each row's teacher row in `teacher_rows`
+    # (num_rows,) int64 indices of the drafted positions that have a positive weight in the loss
+    rows: torch.Tensor
+    # int64 indices of the target's hidden states that `rows` are compared with, without duplicates
+    teacher_rows: torch.Tensor
+    # (num_rows,) int64: for each entry of `rows`, the index of its hidden state in `teacher_rows`
+    teacher_indices: torch.Tensor
     chunks: list[ChunkBounds]
 
 
 def plan_chunks(
     teacher_rows: torch.Tensor, position_weights: torch.Tensor, max_chunk_rows: int
 ) -> ChunkPlan:
-    """Divide the rows of a batch into chunks of at most `max_chunk_rows` rows.
+    """Divide the rows (drafted positions) of a batch into chunks of at most `max_chunk_rows` rows.
 
-    teacher_rows, position_weights: the teacher row and the weight of each row, (R,) or (G, L). If
-    they are on a GPU, the host waits for the GPU twice.
+    teacher_rows: for each row, the index of the target's hidden state that the row is compared
+    with. position_weights: the weight of each row in the loss; rows of weight 0 are left out.
+
+    Both tensors have the same shape, with one entry per row. If they are on a GPU, the host waits
+    for the GPU twice.
     """
     flat_teacher_rows = teacher_rows.flatten()
     rows = position_weights.flatten().nonzero()[:, 0]
@@ -50,7 +56,7 @@ def plan_chunks(
     )
 
     ranges = []
-    boundary_rows = []  # for every chunk, the indices of its first and its last row
+    boundary_rows = []  # for every chunk, the index of its first row and that of its last row
     for start in range(0, len(rows), max_chunk_rows):
         end = min(start + max_chunk_rows, len(rows))
         ranges.append((start, end))

@@ -1,10 +1,9 @@
-"""The comparison of one chunk of rows: divergences between target and drafter, and their gradients.
+"""The comparison of drafter and target at one chunk of drafted positions: the divergences and their
+gradients.
 
-A row is one drafted position. A teacher row is the context position whose hidden state gives the
-target's distribution for that row; several rows can have the same teacher row. p is the target's
+A row is one drafted position. A row's teacher row is the context position whose hidden state gives
+the target's distribution for the row. Several rows can have the same teacher row. p is the target's
 distribution, q the drafter's.
-
-Shapes: V vocabulary, rows = rows of the chunk, teacher rows = distinct teacher rows of the chunk.
 """
 
 from typing import NamedTuple
@@ -13,30 +12,32 @@ import torch
 
 from train.divergences import SMALLEST_NORMAL_FLOAT32, Divergence, DivergenceChunk
 
-# number of logits that are processed together on a CPU: they fit into the CPU's caches
+# number of logits that are processed together on a CPU; they fit into the CPU's caches
 LOGITS_PER_CPU_LOSS_SLICE = 1 << 18
-# The logit of tokens that are not among the candidates of a conditional head. The probability of
-# such a token is 0 after rounding, and its log-probability is finite.
+# The logit of tokens that are left out of the comparison of drafter and target. After softmax,
+# their probability is rounded to 0, and their log-probability is finite.
 LOGIT_OF_NON_CANDIDATE_TOKENS = -1e4
 
 
 class TeacherChunk(NamedTuple):
-    """The target's distributions of one chunk, one for each distinct teacher row."""
+    """The target's next-token distributions for one chunk of drafted positions. Drafted positions
+    with the same target context share one distribution."""
 
-    # (teacher rows, V) probabilities; logits if they are not needed as probabilities
+    # (num_distributions, vocab_size) probabilities p, or logits if no probabilities are needed
     scores: torch.Tensor
-    # (teacher rows,) sum_v p log p; None if `scores` are logits
+    # (num_distributions,) sum of p log p over the vocabulary; None if `scores` are logits
     negative_entropy: torch.Tensor | None
-    likeliest_tokens: torch.Tensor  # (teacher rows,) token ids
+    likeliest_tokens: torch.Tensor  # (num_distributions,) token ids
 
 
 def prepare_teacher(
     logits: torch.Tensor, divergence: Divergence, needs_overlap: bool
 ) -> TeacherChunk:
-    """Return the target's distributions for a chunk.
+    """Convert the target's logits to the form that `compare_rows` needs for a divergence:
+    probabilities, or the logits themselves.
 
-    logits: (teacher rows, V) the target's logits; overwritten. needs_overlap: whether
-    `compare_rows` will compute the overlap of the two distributions.
+    logits: (num_distributions, vocab_size) the target's logits; overwritten. needs_overlap: whether
+    `compare_rows` will also compute the overlap sum_v min(p, q) of target and drafter.
     """
     likeliest_tokens = logits.argmax(-1)
     reads_probabilities = needs_overlap or not divergence.labels_only
@@ -48,20 +49,21 @@ def prepare_teacher(
 
 
 def _softmax_in_place_with_negative_entropy(logits: torch.Tensor) -> torch.Tensor:
-    """Replace logits (rows, V) by probabilities p and return sum_v p log p, (rows,)."""
+    """Replace logits (num_rows, vocab_size) by probabilities p in place. Return the sum of p log p
+    over the vocabulary, (num_rows,)."""
     logits -= logits.amax(-1, keepdim=True)
     p = logits.softmax(-1)
-    # after the subtraction the largest logit is 0, so log p = logit + log(largest p)
+    # The largest logit is 0 now. Therefore log p = logit + log(largest p).
     negative_entropy = torch.linalg.vecdot(p, logits) + p.amax(-1).log()
     logits.copy_(p)
     return negative_entropy
 
 
 def _count_slice_rows(logits: torch.Tensor) -> int:
-    """Return how many rows of logits (rows, V) to process together.
+    """Return how many rows of logits (num_rows, vocab_size) to process together.
 
-    On a CPU the processed rows fit into the caches, so that each row is read from main memory and
-    written to it only once. On other devices all rows are processed together.
+    On a CPU, this is the number of rows that fit into the caches. Each row is then read from main
+    memory once and written to main memory once. On other devices all rows are processed together.
     """
     if logits.device.type == "cpu":
         return max(1, LOGITS_PER_CPU_LOSS_SLICE // logits.shape[1])
@@ -69,12 +71,15 @@ def _count_slice_rows(logits: torch.Tensor) -> int:
 
 
 class ComparedRows(NamedTuple):
-    """The results of a comparison of the drafter with the target. Each has the shape (rows,)."""
+    """The results of a comparison of the drafter with the target at some drafted positions. Each
+    tensor has one entry per position."""
 
-    divergences: torch.Tensor  # nats
+    divergences: torch.Tensor  # in nats
     agrees: torch.Tensor  # bool: whether drafter and target have the same likeliest token
-    label_log_probs: torch.Tensor  # the drafter's log-probability of the label
-    overlap: torch.Tensor | None  # sum_v min(p, q); None if it was not needed
+    label_log_probs: torch.Tensor  # the drafter's log-probability of the true token
+    # The sum of min(p, q) over the vocabulary, for the target's distribution p and the drafter's q.
+    # None if it was not needed.
+    overlap: torch.Tensor | None
 
 
 def compare_rows(
@@ -86,15 +91,16 @@ def compare_rows(
     excluded: torch.Tensor | None,
     needs_overlap: bool,
 ) -> ComparedRows:
-    """Compare the drafter's distributions with the target's.
+    """Compare the drafter's distributions with the target's at the rows (drafted positions) of a
+    chunk.
 
-    teacher_indices: (rows,) for each row, the index of the target's distribution in `teacher`.
-    student: (rows, V) the drafter's logits. They are overwritten by the gradients of the
-        divergences with respect to the logits.
-    labels: (rows,) the true tokens.
-    excluded: (rows, V) bool, tokens that get the probability 0 in both distributions. None excludes
-        no token.
-    needs_overlap: whether to compute the overlap.
+    teacher_indices: (num_rows,) for each row, the index of the target's distribution in `teacher`.
+    student: (num_rows, vocab_size) the drafter's logits. They are overwritten by the gradients of
+        the divergences with respect to the logits.
+    labels: (num_rows,) the true tokens.
+    excluded: (num_rows, vocab_size) bool, tokens that get the probability 0 in both distributions.
+        None excludes no token.
+    needs_overlap: whether to compute the overlap of the two distributions.
     """
     slice_rows = _count_slice_rows(student)
     comparisons = []
@@ -123,7 +129,8 @@ def _compare_slice(
     excluded: torch.Tensor | None,
     needs_overlap: bool,
 ) -> ComparedRows:
-    """Compare the distributions of some rows. The arguments are those of `compare_rows`."""
+    """Compare the drafter's distributions with the target's at some of the rows. The arguments are
+    those of `compare_rows`, for these rows."""
     if excluded is not None:
         student.masked_fill_(excluded, LOGIT_OF_NON_CANDIDATE_TOKENS)
     max_logits = student.amax(-1, keepdim=True)
@@ -151,7 +158,7 @@ def _compare_slice(
         expected_logit = torch.linalg.vecdot(p, student)
     label_logits = student.gather(1, labels[:, None])[:, 0]
     q = torch.softmax(student, -1, out=student)
-    # after the subtraction the largest logit is 0, so log q = logit + log(largest q)
+    # The largest logit is 0 now. Therefore log q = logit + log(largest q).
     log_max_q = q.amax(-1).log()
     label_log_probs = label_logits + log_max_q
     expected_log_q = None if expected_logit is None else expected_logit + log_max_q
@@ -176,10 +183,12 @@ def _compare_by_autograd(
     needs_overlap: bool,
     agrees: torch.Tensor,
 ) -> ComparedRows:
-    """Compare rows by the divergence's formula, and compute its gradient by autograd.
+    """Compute the divergences by the formula of `divergence`, and their gradients by autograd.
 
-    teacher_logits: (rows, V) the target's logits; overwritten. agrees: (rows,) bool, returned as
-    given. The other arguments are those of `compare_rows`.
+    teacher_logits: (num_rows, vocab_size) the target's logits; overwritten.
+    agrees: (num_rows,) bool, copied into the result.
+
+    The other arguments and the result are those of `compare_rows`.
     """
     if excluded is not None:
         teacher_logits.masked_fill_(excluded, LOGIT_OF_NON_CANDIDATE_TOKENS)

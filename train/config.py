@@ -1,7 +1,7 @@
 """The options of training. This module does not import torch, so that an invalid option raises an
 error before torch is loaded.
 
-The default of an option is defined only in its dataclass, here or in `infer.config` and
+The default of an option is defined only in its dataclass, in this file, in `infer.config` or in
 `data.rows`. The files in conf/ have only values that differ from the defaults.
 """
 
@@ -25,21 +25,21 @@ MAX_RUN_NAME_BYTES = 200
 
 @dataclass
 class ObjectiveConfig:
-    """The training loss, a weighted sum over the drafted positions of all blocks. In a block, the
-    drafted positions are counted t = 1, 2, ...
+    """The training loss. It is a weighted sum of divergences between target and drafter over the
+    drafted positions of all blocks. In a block, the drafted positions are counted t = 1, 2, ...
 
-    divergence: what is computed at each position. kl, cross_entropy, tv (total variation),
-        acceptance, lk or ce_l1; the formulas are in DIVERGENCE_TABLE in train/divergences.py
+    divergence: the divergence that is computed at each position. kl, cross_entropy, tv (total
+        variation), acceptance, lk or ce_l1; see DIVERGENCE_TABLE in train/divergences.py
     position_weights: how position t is weighted. 'gamma' is gamma**(t - 1) (DART, section 3.3);
-        'exponential' is exp(-(t - 1) / gamma) (DFlash); 'dpace' uses the estimated probability that
-        the block's drafts up to position t are accepted (D-PACE), see train/divergences.py
+        'exponential' is exp(-(t - 1) / gamma) (DFlash); 'dpace' uses estimated probabilities that
+        the block's drafts are accepted (D-PACE), see `dpace_weights` in train/divergences.py
     gamma: the number gamma in position_weights=gamma (DART's table 4 uses 0.6) and
         position_weights=exponential (DFlash uses 7 for block size 16 and 4 for block size 8)
     marginal_weight: weight of an additional loss term, for a drafter with a conditional head (the
-        part that conditions a token on the one before it). The term is the divergence of the
-        logits without the head's correction
-    chunk_rows: number of drafted positions whose logits are in memory at the same time. There are
-        up to four such tensors; each needs 150 MB for 256 positions and 151,936 tokens
+        part that conditions a token on the one before it). The term is the divergence between the
+        target and the drafter's logits without the head's correction
+    chunk_rows: number of drafted positions whose logits are in memory at the same time. Up to four
+        tensors of this size exist; each needs 150 MB for 256 positions and 151,936 tokens
     """
 
     divergence: str = "kl"
@@ -67,7 +67,7 @@ class ObjectiveConfig:
 @dataclass
 class OptimConfig:
     """The optimiser, the batch size, the length of the run, and the learning rate. The learning
-    rate rises linearly (warm-up) and then falls along half a cosine to zero.
+    rate first rises linearly (warm-up) and then falls along half a cosine to zero.
 
     name: 'adamw', or 'muon', which trains matrices with Muon and all other parameters with AdamW.
         muon needs deepspeed.stage=0
@@ -79,15 +79,15 @@ class OptimConfig:
     micro_batch_size: packed sequences per forward pass of a process. Gradients are accumulated over
         the forward passes of a step. null means one forward pass per step
     epochs: length of the run in epochs, used if steps and max_minutes are null
-    steps: length of the run in steps. null means that epochs decides
+    steps: length of the run in steps. null means that the option epochs decides
     max_minutes: length of the run in minutes, used instead of steps and epochs. Only the time of
-        training steps counts, not that of preparation, evaluations and saves
+        training steps counts. Preparation, evaluations and saves do not count
     clock: how max_minutes is measured. 'wall' is wall-clock time. 'processor' is the CPU time of
-        the main thread, on which other programs have no influence; on a GPU it means the same as
-        'wall'
+        the main thread, on which other programs have no influence. On a GPU, 'processor' means the
+        same as 'wall'
     precision: dtype of matmuls, 'float32', 'bfloat16' or 'auto'. 'auto' means bfloat16 on a GPU and
         on CPUs with AMX, else float32. On a CPU, the target also uses this dtype in training steps.
-        The drafter's weights, and evaluations on a CPU, are float32 in any case
+        The drafter's weights are always float32. Evaluations on a CPU always use float32
     """
 
     name: str = "adamw"
@@ -136,12 +136,12 @@ class DeepSpeedConfig:
     offload: bool = False
 
     def check(self) -> None:
-        """Raise ValueError for combinations that DeepSpeed does not support."""
+        """Raise ValueError for combinations of options that DeepSpeed does not support."""
         require_one_of(self, "deepspeed.", stage=(0, 1, 2, 3))
         if self.offload and self.stage == 0:
             raise ValueError(
                 "deepspeed.offload=true needs deepspeed.stage=1, 2 or 3, and deepspeed.stage=0 is "
-                "given"
+                "given. Use one of these stages, or deepspeed.offload=false"
             )
 
 
@@ -165,7 +165,7 @@ class FeaturesConfig:
     data: DataConfig = field(default_factory=DataConfig)
 
     def check(self) -> None:
-        """Raise ValueError for invalid options of stored features."""
+        """Raise ValueError for invalid options of `./launch.sh features`."""
         check_nested_options(self)
         require_one_of(self, store_dtype=("bfloat16", "int8"))
         refuse_embedded_answers(self.data, self.target.path)
@@ -179,8 +179,8 @@ class TrainConfig:
     runs_dir: folder of all runs
     seed: seed of the initial weights, the order of the data, and the anchors
     trainable: 'all' trains every parameter of the drafter. 'head' trains only the conditional head
-        (the part that conditions a token on the one before it) and freezes the rest of the drafter
-        that drafter.init names
+        (the part that conditions a token on the one before it) of the existing drafter that
+        drafter.init names, and freezes the rest of this drafter
     features: a folder written by `./launch.sh features`. Training then reads stored hidden states
         and does not keep the target's layers in memory. null means that the target computes the
         hidden states in every step
@@ -192,17 +192,17 @@ class TrainConfig:
         drafter's weights, for draft trees that use n-grams
     checkpoints: number of checkpoints, evenly spaced over the run. The last one is saved at the end
         of the run. Each checkpoint is evaluated
-    save_interval_minutes: minutes between additional saves of the training state. null means that
-        only checkpoints are saved
+    save_interval_minutes: minutes between saves of the training state, in addition to the
+        checkpoints. null means that only checkpoints are saved
     compile: whether the drafter's training step runs under torch.compile. null means true on a GPU
         unless deepspeed.stage=3, and false elsewhere
     gradient_checkpointing: whether the backward pass recomputes the drafter's layers, which needs
         less memory and a third more computation. null means true only if a step would not fit in
         the device's memory otherwise
-    self_check: before training, compare the loss of the first batch with a slow, independent
-        computation of it
-    stall_timeout_minutes: end the run if no step or evaluation has made progress for so many
-        minutes
+    self_check: before training, compute the loss of a few blocks of the first batch also in a
+        slow, independent way, and compare both results
+    stall_timeout_minutes: end the run if no step or evaluation has made progress for this number
+        of minutes
     wandb: also log to Weights & Biases. The environment variable WANDB_PROJECT names the project;
         its default is blockdraft
     target: see TargetConfig in infer/config.py
@@ -250,8 +250,8 @@ class TrainConfig:
             )
         check_zero_stage(self.drafter.family, self.deepspeed.stage)
         if self.drafter.init is None or self.drafter.head.name != "none":
-            # With drafter.init, the options of the head are those of the existing drafter's config.
-            # `resolve_config` reads that config later, and calls this check again.
+            # With drafter.init, the head's options come from the existing drafter's config.
+            # `resolve_config` reads this config later and then calls `check` again.
             check_head_training(self)
         check_run_name(self.name)
         refuse_embedded_answers(self.data, self.target.path)
@@ -274,7 +274,7 @@ class TrainConfig:
             )
         if self.drafter.block_size >= self.data.length:
             raise ValueError(
-                f"drafter.block_size={self.drafter.block_size} must be below "
+                f"drafter.block_size={self.drafter.block_size} is too large: it must be below "
                 f"data.length={self.data.length}"
             )
 
@@ -290,10 +290,10 @@ def check_run_name(name: str) -> None:
 
 
 def check_head_training(config: TrainConfig) -> None:
-    """Raise ValueError if the conditional head cannot be trained as configured.
+    """Raise ValueError if the drafter's conditional head cannot be trained with the given options.
 
-    If drafter.init is given, `config.drafter` must be the result of `resolve_drafter_options`,
-    because only then its head is that of the existing drafter.
+    If drafter.init names an existing drafter, `config.drafter` must be the result of
+    `resolve_drafter_options`, which copies the head's options from the existing drafter's config.
     """
     name = config.drafter.head.name
     stage = config.deepspeed.stage

@@ -1,8 +1,8 @@
 """The DeepSpeed engine around drafter and optimiser, and the training state of both.
 
 A training state is a dictionary of unsharded tensors: weights, buffers, and the optimiser's state
-of each parameter. Its format does not depend on the ZeRO stage and the number of processes, so a
-run can be resumed with another stage or another number of processes.
+of each parameter. The format does not depend on the ZeRO stage and the number of processes. A run
+can therefore be resumed with another stage or another number of processes.
 """
 
 import warnings
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 def compute_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
-    """Return the dtype of the drafter's matmuls in training. The drafter's weights, gradients and
-    optimiser moments are always float32."""
+    """Return the dtype of the drafter's matmuls in training. The drafter's weights, their gradients
+    and the optimiser's moments are always float32."""
     name = config.optim.precision
     if name == "auto":
         has_bfloat16 = device.type == "cuda" or has_fast_bfloat16()
@@ -35,8 +35,9 @@ def compute_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
 def target_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
     """Return the dtype of the frozen target in training steps.
 
-    On a CPU with target.dtype=auto, this is the dtype of the drafter's matmuls, `compute_dtype`.
-    Evaluations with these options use float32 instead, so that their outputs are exact.
+    On a CPU with target.dtype=auto, this is the dtype of the drafter's matmuls (`compute_dtype`).
+    Evaluations on a CPU with target.dtype=auto use float32 instead, so that their outputs are
+    exact.
     """
     if config.target.dtype == "auto" and device.type == "cpu" and not config.target.shard:
         return compute_dtype(config, device)
@@ -52,10 +53,11 @@ def uses_torch_compile(config: TrainConfig, cuda: bool) -> bool:
 
 
 def split_batch(config: TrainConfig, world_size: int) -> tuple[int, int]:
-    """Return the size of a micro-batch, and the number of micro-batches per step of each process.
+    """Return the number of packed sequences in a micro-batch, and the number of micro-batches that
+    each process computes per step.
 
     All processes together process `optim.batch_size` packed sequences per step. Raises ValueError
-    if the batch cannot be divided evenly.
+    if the batch cannot be divided evenly among `world_size` processes and their micro-batches.
     """
     batch = config.optim.batch_size
     micro = config.optim.micro_batch_size
@@ -87,7 +89,7 @@ def build_engine(drafter: Drafter, config: TrainConfig, device: torch.device) ->
 
     dtype = compute_dtype(config, device)
     if dtype != torch.float32:
-        # the warning is about the norms' weights, which are float32 on purpose
+        # torch warns about the norms' weights, which are float32 on purpose
         warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
     zero: dict = {"stage": config.deepspeed.stage}
     if config.deepspeed.offload:
@@ -113,12 +115,12 @@ def build_engine(drafter: Drafter, config: TrainConfig, device: torch.device) ->
 
 
 def step_engine(engine: "DeepSpeedEngine") -> torch.Tensor:
-    """Finish a micro-batch after its backward pass, and return the gradient norm before clipping.
+    """Update the weights after the backward pass of a step's last micro-batch, and return the
+    gradient norm before clipping.
 
-    Call this function after every micro-batch, in place of DeepSpeed's `engine.step()`. After the
-    last micro-batch of a step it updates the weights. After all other micro-batches it only counts
-    the micro-batch and returns NaN. If the norm is not finite, all processes leave weights and
-    moments unchanged.
+    Call this function after every micro-batch, in place of DeepSpeed's `engine.step()`. Before the
+    last micro-batch, the function only counts the micro-batch and returns NaN. If the gradient norm
+    is not finite, all processes leave weights and optimiser moments unchanged.
     """
     no_norm = torch.tensor(float("nan"))
     if not engine.is_gradient_accumulation_boundary():
@@ -126,7 +128,7 @@ def step_engine(engine: "DeepSpeedEngine") -> torch.Tensor:
         return no_norm
 
     if engine.zero_optimization_stage() > 0:
-        # with a sharded state, DeepSpeed itself skips the update if the norm is not finite
+        # With ZeRO stages 1 to 3, DeepSpeed itself skips the update if the norm is not finite.
         engine.step()
         norm = engine.get_global_grad_norm()
         zero_optimizer: Any = engine.optimizer
@@ -141,10 +143,10 @@ def step_engine(engine: "DeepSpeedEngine") -> torch.Tensor:
     norm = torch.nn.utils.get_total_norm(gradients)
     if not torch.isfinite(norm):
         engine.zero_grad()
-        # makes the engine count the micro-batch without updating the weights
+        # With this setting, `engine.step()` counts the micro-batch without updating the weights.
         engine.set_gradient_accumulation_boundary(False)
     engine.step()
-    # the engine derives the end of a step from the number of micro-batches again
+    # With None, the engine determines the end of a step from the number of micro-batches again.
     engine.set_gradient_accumulation_boundary(None)
     return norm
 
@@ -160,10 +162,11 @@ def _flat_parameters(engine: "DeepSpeedEngine") -> list[torch.Tensor]:
 
 
 def _map_moments_to_parameters(engine: "DeepSpeedEngine") -> None:
-    """Let DeepSpeed record which part of its flat moment tensors belongs to which parameter.
+    """Let DeepSpeed record which part of the flat tensors of optimiser moments belongs to which
+    parameter (ZeRO stages 1 and 2).
 
-    DeepSpeed also records this by itself, but too early: after the first step of the first
-    parameter group, when the other groups do not have moments yet.
+    DeepSpeed also records this by itself, but too early: at a time when only the first parameter
+    group has moments.
     """
     from deepspeed.utils import lazy_init_hp_params_optimizer_state
 
@@ -179,13 +182,13 @@ def _map_moments_to_parameters(engine: "DeepSpeedEngine") -> None:
 def collect_unsharded_state(
     model: nn.Module, moments: Mapping[torch.Tensor, dict]
 ) -> dict[str, torch.Tensor]:
-    """Return the training state of a model with an unsharded optimiser, copied to the host.
+    """Return a copy, in host memory, of a model's weights, its buffers, and the state of its
+    unsharded optimiser.
 
     moments: the optimiser's attribute `state`.
 
-    The keys of the returned dictionary are the names of parameters for weights, the names of
-    buffers for buffers, and <parameter name>/exp_avg, <parameter name>/step etc. for the
-    optimiser's state.
+    Keys of the returned dictionary are the names of parameters and buffers. Keys of the optimiser's
+    state are <parameter name>/exp_avg, <parameter name>/step etc.
     """
     state = dict(model.named_buffers())
     for name, parameter in model.named_parameters():
@@ -209,10 +212,10 @@ def copy_to_host(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def restore_unsharded_moments(
     model: nn.Module, moments: dict, state: dict[str, torch.Tensor]
 ) -> None:
-    """Write the optimiser's part of a training state into an unsharded optimiser.
+    """Restore the state of an unsharded optimiser from a saved training state.
 
-    moments: the optimiser's attribute `state`, which is changed. state: the training state, see
-    `collect_unsharded_state`. The model's weights are not changed.
+    moments: the optimiser's attribute `state`, which is overwritten. state: the saved training
+    state, in the format of `collect_unsharded_state`. The model's weights are not changed.
     """
     parameters = dict(model.named_parameters())
     for state_name, value in state.items():
@@ -225,10 +228,11 @@ def restore_unsharded_moments(
 
 
 def gather_training_state(drafter: Drafter, engine: "DeepSpeedEngine") -> dict[str, torch.Tensor]:
-    """Return the training state for any ZeRO stage; `collect_unsharded_state` describes its keys.
+    """Return the drafter's weights and buffers and the optimiser's state as unsharded tensors in
+    host memory, for any ZeRO stage.
 
-    All processes must call this function together. The first process gets the state, the other
-    processes get an empty dictionary.
+    `collect_unsharded_state` describes the keys of the returned dictionary. All processes must call
+    this function together. The first process gets the state, all other processes get {}.
     """
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
@@ -239,7 +243,7 @@ def gather_training_state(drafter: Drafter, engine: "DeepSpeedEngine") -> dict[s
         return collect_unsharded_state(drafter, moments) if is_first else {}
 
     _map_moments_to_parameters(engine)
-    # every shard has the same keys and the same step count
+    # The keys of the optimiser's state and its step count are the same in every shard.
     shard_state = moments[_flat_parameters(engine)[0]]
     state = copy_to_host(dict(drafter.named_buffers())) if is_first else {}
     for name, parameter in drafter.named_parameters():
@@ -249,7 +253,7 @@ def gather_training_state(drafter: Drafter, engine: "DeepSpeedEngine") -> dict[s
                 value = safe_get_full_optimizer_state(parameter, key)
             full_tensors[f"{name}/{key}"] = value
         if is_first:
-            # copied at once, because the next parameter reuses the memory of these tensors
+            # copy immediately, because the next parameter reuses the memory of these tensors
             state |= copy_to_host(full_tensors)
     return state
 
@@ -257,9 +261,11 @@ def gather_training_state(drafter: Drafter, engine: "DeepSpeedEngine") -> dict[s
 def restore_training_state(
     drafter: Drafter, engine: "DeepSpeedEngine", state: dict[str, torch.Tensor]
 ) -> None:
-    """Write the optimiser's part of a training state into a new engine of any ZeRO stage.
+    """Restore the optimiser's state of a new engine, with any ZeRO stage, from a saved training
+    state.
 
-    The drafter must already have the weights of the training state.
+    state: the saved training state, in the format of `collect_unsharded_state`. The drafter must
+    already have the saved weights.
     """
     from deepspeed.utils import safe_set_full_optimizer_state
 
@@ -269,7 +275,8 @@ def restore_training_state(
         restore_unsharded_moments(drafter, moments, state)
         return
 
-    # create moments for the flat parameters; every parameter has the same keys as the first one
+    # Create moments for the flat parameters. Their keys are those of the first parameter, because
+    # all parameters have the same keys.
     parameters = dict(drafter.named_parameters())
     optimizer_state = {name: value for name, value in state.items() if "/" in name}
     prefix = f"{next(iter(parameters))}/"

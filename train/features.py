@@ -15,8 +15,8 @@ A shard is written under a temporary name, renamed, and then listed in the manif
 is stopped, the same command continues after the last listed shard.
 
 The manifest contains a SHA-256 of its other content. When a folder is opened, the size of every
-shard is checked. When a packed sequence is read, its CRC-32 is checked. This takes about a second
-per gigabyte, in the background thread that prepares the next training step.
+shard is checked. When a packed sequence is read, its CRC-32 is checked. The CRC-32 takes about a
+second per gigabyte, in the background thread that prepares the next training step.
 """
 
 import json
@@ -50,38 +50,44 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 FEATURES_MANIFEST_FILE = "manifest.json"
-# options whose value has no influence on the packed sequences
+# Options that may differ between stored features and the training run that uses them, because they
+# do not change the packed sequences.
 OPTIONS_NOT_CHANGING_STORED_FEATURES = ("data.max_invalid_fraction",)
-APPROXIMATE_FEATURE_SHARD_BYTES = (
-    512 * 10**6
-)  # approximate, because a shard has at least one packed sequence
-# the stored columns of the packed sequences. Key: name of the column. Value: its dtype in a shard
+# Size of a shard. A shard can be larger, because it has at least one packed sequence.
+APPROXIMATE_FEATURE_SHARD_BYTES = 512 * 10**6
+# Columns of the packed sequences that a shard stores. Keys are column names, values are the dtypes
+# in the shard.
 STORED_FEATURE_INPUT_COLUMN_DTYPES = {
     "ids": torch.int32,
     "positions": torch.int32,
     "documents": torch.int32,
     "loss": torch.bool,
 }
-STORED_INPUT_COLUMN_BYTES_PER_TOKEN = 13  # sum of the sizes of the four dtypes above
-BYTES_PER_FEATURE_VECTOR_SCALE = 4  # size of the float32 scale of an int8 vector
-# lower bound of a vector's largest absolute entry, so that the scale is not 0
+STORED_INPUT_COLUMN_BYTES_PER_TOKEN = 13  # three int32 columns and one bool column
+BYTES_PER_FEATURE_VECTOR_SCALE = 4  # a float32 scale for each int8 vector
+# Lower bound for the largest absolute entry of a vector in int8 quantization. It prevents a scale
+# of 0.
 MIN_INT8_FEATURE_VECTOR_RANGE = 1e-12
 
 
 def quantise_vectors(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise vectors (..., D) and return the int8 vectors and their float32 scales (...,).
+    """Quantise hidden states (..., hidden_size) to int8, with one float32 scale per vector. Return
+    the int8 vectors and the scales (...,).
 
-    A vector is its int8 entries times its scale. Its largest absolute entry becomes 127.
+    The scale is chosen so that the largest absolute entry of a vector becomes 127.
     """
     scale = states.abs().amax(-1).float().clamp(min=MIN_INT8_FEATURE_VECTOR_RANGE) / 127
     return (states.float() / scale[..., None]).round_().to(torch.int8), scale
 
 
 def dequantise_features(batch: dict[str, torch.Tensor], dtype: torch.dtype) -> Features:
-    """Return the features of a batch of stored sequences, converted to `dtype`.
+    """Convert the stored hidden states of the target to `dtype` and return them as `Features`.
 
-    batch: the columns of B stored sequences; the other letters are those of this module. The
-    returned context features have the shape (B, T, K * D), the last hidden states (B, T, D).
+    batch: the columns of B packed sequences, from `StoredFeatures`.
+
+    The hidden states of the layers that the drafter reads are concatenated,
+    (B, num_tokens, num_layers * hidden_size). The last hidden states have the shape
+    (B, num_tokens, hidden_size).
     """
 
     def dequantise_column(name: str) -> torch.Tensor:
@@ -96,10 +102,11 @@ def dequantise_features(batch: dict[str, torch.Tensor], dtype: torch.dtype) -> F
 def feature_dependencies(
     config: FeaturesConfig | TrainConfig, target: Target, layers: tuple[int, ...]
 ) -> dict:
-    """Return what stored features are computed from, as it is written to the manifest.
+    """Return a dictionary that describes what stored features (hidden states of the target) are
+    computed from: target weights, tokenizer, target layers and data options.
 
-    layers: numbers of the target layers whose hidden states are stored. Training accepts stored
-    features only if its own dependencies are the same.
+    layers: numbers of the target layers whose hidden states are stored. The dictionary is saved in
+    manifest.json. Training compares it with the dictionary of the training run.
     """
     dependencies = {
         "target": {
@@ -116,9 +123,10 @@ def feature_dependencies(
 
 
 def count_stored_bytes(length: int, num_layers: int, hidden_size: int, store: str) -> int:
-    """Return the bytes of one stored sequence of `length` tokens.
+    """Return how many bytes a packed sequence of `length` tokens needs in the stored features.
 
-    store: the dtype of the stored hidden states, 'bfloat16' or 'int8'.
+    num_layers: number of target layers whose hidden states are stored, besides the last hidden
+    states. store: the dtype of the stored hidden states, 'bfloat16' or 'int8'.
     """
     vector_bytes = {
         "bfloat16": 2 * hidden_size,
@@ -135,11 +143,14 @@ def write_features(
     dataset: "Dataset",
     report_progress: Callable[[int, int], None],
 ) -> Path:
-    """Store the features of all packed sequences in the folder `config.out` and return the folder.
+    """Compute the target's hidden states for all packed sequences of `dataset`, store them in the
+    folder `config.out`, and return the folder.
 
-    If the folder has some of the features already, only the others are computed. After every shard,
-    `report_progress` is called with the number of stored sequences and the number of all sequences.
-    Raises ValueError if the folder has features that were computed from something else.
+    layers: numbers of the target layers whose hidden states are stored. report_progress: called
+    after every shard with the number of stored sequences and the number of all sequences.
+
+    If the folder already has some of the shards, only the missing shards are computed. Raises
+    ValueError if the folder's shards were computed with another target, other layers or other data.
     """
     out = Path(config.out)
     dependencies = feature_dependencies(config, target, layers)
@@ -171,7 +182,7 @@ def write_features(
         config.data.length, len(layers), target.config.hidden_size, config.store_dtype
     )
     shard_size = max(1, APPROXIMATE_FEATURE_SHARD_BYTES // sequence_bytes)
-    for temporary in out.glob(".shard-*"):  # files that a killed command has left
+    for temporary in out.glob(".shard-*"):  # left by a command that was killed
         temporary.unlink()
     num_stored = sum(shard["rows"] for shard in manifest["shards"])
     while num_stored < len(dataset):
@@ -185,8 +196,11 @@ def write_features(
 
 
 def write_shard(out: Path, manifest: dict, rows: list[dict[str, torch.Tensor]]) -> None:
-    """Write a shard with the stored sequences `rows`, and add the shard to the manifest, which is
-    written, too."""
+    """Write packed sequences and their hidden states to the next shard file in the folder `out`.
+    Then add the shard to `manifest` and write the manifest.
+
+    rows: for each sequence, the result of `compute_stored_row`.
+    """
     tensors = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     name = f"shard-{len(manifest['shards']):05d}.safetensors"
     with abort_on_write_error(f"{name} of {out}"), atomic_replace_file(out / name) as temporary:
@@ -205,16 +219,19 @@ def write_shard(out: Path, manifest: dict, rows: list[dict[str, torch.Tensor]]) 
 def compute_stored_row(
     target: Target, layers: tuple[int, ...], row: dict[str, torch.Tensor], store: str
 ) -> dict[str, torch.Tensor]:
-    """Run the target on a packed sequence, and return the columns to store, in host memory.
+    """Run the target on a packed sequence. Return the columns that are stored for it, in host
+    memory: its inputs and the target's hidden states.
 
-    layers: numbers of the target layers whose hidden states are stored. row: the columns of the
-    packed sequence, (T,) each. store: 'bfloat16' or 'int8'.
+    layers: numbers of the target layers whose hidden states are stored.
+    row: the columns of the packed sequence, (num_tokens,) each.
+    store: dtype of the stored hidden states, 'bfloat16' or 'int8'.
     """
     ids = row["ids"][None].to(target.device)
     positions = row["positions"][None].to(target.device)
     documents = row["documents"][None].to(target.device)
     features = target.compute_packed_features(ids, positions, documents, layers)
-    context = features.context[0].unflatten(-1, (len(layers), -1))  # (T, K, D)
+    # (num_tokens, num_layers, hidden_size)
+    context = features.context[0].unflatten(-1, (len(layers), -1))
 
     stored = {
         name: row[name].to(dtype) for name, dtype in STORED_FEATURE_INPUT_COLUMN_DTYPES.items()
@@ -230,7 +247,8 @@ def compute_stored_row(
 
 
 def compute_row_checksum(row: dict[str, torch.Tensor]) -> int:
-    """Return the CRC-32 of a stored sequence: of all its columns, in the order of their names."""
+    """Return the CRC-32 of a stored packed sequence. It covers all columns of the sequence, in the
+    order of the columns' names."""
     checksum = 0
     for name in sorted(row):
         checksum = zlib.crc32(row[name].contiguous().view(torch.uint8).numpy(), checksum)
@@ -238,12 +256,13 @@ def compute_row_checksum(row: dict[str, torch.Tensor]) -> int:
 
 
 def manifest_digest(manifest: dict) -> str:
-    """Return the SHA-256 of a manifest's content, except for the entry `sha256`."""
+    """Return the SHA-256 of a manifest's content, without the entry `sha256`."""
     return json_digest({key: value for key, value in manifest.items() if key != "sha256"})
 
 
 def write_manifest(folder: Path, manifest: dict) -> None:
-    """Write the manifest atomically, with the SHA-256 of its content in the entry `sha256`."""
+    """Write manifest.json atomically, and add the SHA-256 of the other content as the entry
+    `sha256`."""
     complete = manifest | {"sha256": manifest_digest(manifest)}
     with abort_on_write_error(f"{FEATURES_MANIFEST_FILE} of {folder}"):
         atomic_write(folder / FEATURES_MANIFEST_FILE, json.dumps(complete) + "\n")
@@ -269,7 +288,8 @@ def read_manifest(folder: Path) -> dict:
             "folder and store the features again with ./launch.sh features"
         )
 
-    # earlier versions had other data options: unknown ones are dropped, missing ones get defaults
+    # A manifest of an earlier version can have other data options. Unknown options are dropped, and
+    # missing options get their defaults.
     options = asdict(DataConfig())
     for key, value in manifest["data"].items():
         if key in options:
@@ -278,10 +298,11 @@ def read_manifest(folder: Path) -> dict:
 
 
 class StoredFeatures:
-    """The packed sequences and features of a folder, as a data set that is read on demand.
+    """A data set of packed sequences with stored hidden states of the target. They are read on
+    demand from a folder that `./launch.sh features` wrote.
 
-    `data.packing.read_batch` reads batches from it by index. The constructor raises ValueError if
-    the folder is incomplete or damaged.
+    `data.packing.read_batch` reads batches from this data set. The constructor raises ValueError
+    if the folder is incomplete or damaged.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -290,8 +311,8 @@ class StoredFeatures:
         shards = self.manifest["shards"]
         if sum(shard["rows"] for shard in shards) < self.manifest["rows"]:
             raise ValueError(
-                f"{self.folder} has only some of the features: run the same ./launch.sh features "
-                "command again to compute the others"
+                f"{self.folder} has the hidden states of only some packed sequences: run the same "
+                "./launch.sh features command again to compute the others"
             )
         for shard in shards:
             file = self.folder / shard["file"]
@@ -308,24 +329,26 @@ class StoredFeatures:
                     "./launch.sh features in a new folder"
                 )
 
-        # for every packed sequence, the number of its shard and its index in the shard
+        # for every packed sequence, a tuple of its shard's number and its index in the shard
         self._locations = []
         for number, shard in enumerate(shards):
             self._locations += [(number, row) for row in range(shard["rows"])]
         self._open_shards: dict[int, Any] = {}
-        # indices of the selected layers in the list of stored layers; None selects all of them
+        # Indices, in the list of stored layers, of the layers to return. None returns all.
         self._selected_layers: list[int] | None = None
 
     def check_dependencies(self, dependencies: dict) -> None:
-        """Raise ValueError, naming the differences, if the features were computed from something
-        else.
+        """Raise ValueError if the stored hidden states do not fit a training run: if they were
+        computed with another target, tokenizer or data, or lack layers. The error names the
+        differences.
 
         dependencies: the result of `feature_dependencies` for the training run. The folder may have
         more layers than the run needs.
         """
         stored = {key: self.manifest[key] for key in dependencies}
         stored |= translate_saved_config({"data": stored["data"]})
-        # early versions did not record the target's quantization: assume that it is the same
+        # Manifests of early versions do not record the target's quantization. In this case, assume
+        # that it is the same.
         quantization = dependencies["target"]["quantization"]
         stored["target"] = {"quantization": quantization} | stored["target"]
         if set(dependencies["layers"]) <= set(stored["layers"]):
@@ -338,15 +361,16 @@ class StoredFeatures:
         refuse_changed_settings(stored, dependencies, message, OPTIONS_NOT_CHANGING_STORED_FEATURES)
 
     def select_layers(self, layers: tuple[int, ...]) -> None:
-        """Return only the hidden states of these target layers with each sequence from now on.
+        """Let this data set return only the hidden states of these target layers from now on.
 
-        Every layer given must be among the stored layers.
+        layers: numbers of target layers. Each must be among the stored layers.
         """
         stored_layers = self.manifest["layers"]
         self._selected_layers = [stored_layers.index(layer) for layer in layers]
 
     def iterate_column(self, name: str) -> Iterator[np.ndarray]:
-        """Yield the values of a column in all packed sequences, as one flat array per shard."""
+        """Yield all values of a column, as one flat array per shard. name: the column, for example
+        "ids"."""
         for shard in self.manifest["shards"]:
             with safe_open(self.folder / shard["file"], "pt") as opened:
                 yield opened.get_tensor(name).flatten().numpy()
@@ -355,8 +379,7 @@ class StoredFeatures:
         return len(self._locations)
 
     def _read_row(self, index: int) -> dict[str, torch.Tensor]:
-        """Return the columns of one stored sequence. Raises ValueError if the sequence is
-        damaged."""
+        """Return the columns of one packed sequence. Raises ValueError if its file is damaged."""
         shard_number, row_number = self._locations[index]
         shard = self.manifest["shards"][shard_number]
         file = self.folder / shard["file"]
@@ -368,7 +391,7 @@ class StoredFeatures:
             for name in opened.keys():  # noqa: SIM118
                 row[name] = opened.get_slice(name)[row_number]
             if not {*STORED_FEATURE_INPUT_COLUMN_DTYPES, "context", "last"} <= row.keys():
-                raise ValueError(f"it has only the columns {', '.join(row)}")
+                raise ValueError(f"columns are missing; it has only {', '.join(row)}")
         except (SafetensorError, OSError, IndexError, ValueError) as error:
             raise ValueError(
                 f"{file} is truncated or altered ({error}): restore it, or store the features "
@@ -377,13 +400,14 @@ class StoredFeatures:
         if compute_row_checksum(row) != shard["checksums"][row_number]:
             raise ValueError(
                 f"{file} is altered: the checksum of its packed sequence {row_number} differs "
-                "from the manifest"
+                "from the manifest. Restore the file, or store the features again with "
+                "./launch.sh features in a new folder"
             )
         return row
 
     def __getitem__(self, indices: list[int]) -> dict[str, torch.Tensor]:
-        """Return a batch of stored sequences. Each column has the shape (B, T, ...) for B indices
-        and T tokens per sequence."""
+        """Return the packed sequences with these indices. Keys are column names, values have the
+        shape (number of indices, tokens per sequence, ...)."""
         rows = [self._read_row(index) for index in indices]
         batch = {}
         for name in rows[0]:
@@ -397,8 +421,8 @@ class StoredFeatures:
 
 
 def store_features(config: FeaturesConfig) -> None:
-    """Run `./launch.sh features`: prepare the data, print the size of the features, and compute and
-    store the features."""
+    """Run `./launch.sh features`: prepare the data, print the size of the target's hidden states,
+    and compute and store them."""
     from infer.drafters.build import choose_feature_layers
     from infer.targets.loading import load_configured_target
     from infer.utils.progress import Progress
@@ -421,7 +445,7 @@ def store_features(config: FeaturesConfig) -> None:
     gigabytes = len(dataset) * sequence_bytes / 1e9
     print(*prepared.counts.format_lines(), sep="\n")
     print(
-        f"{len(dataset):,} rows of {config.data.length} tokens, {gigabytes:,.2f} GB in "
+        f"{len(dataset):,} packed sequences of {config.data.length} tokens, {gigabytes:,.2f} GB in "
         f"{config.out}",
         flush=True,
     )
@@ -430,6 +454,6 @@ def store_features(config: FeaturesConfig) -> None:
     ):
         out = write_features(config, target, layers, dataset, Progress("features", "rows"))
     print(
-        f"to train from these features: ./launch.sh features={out}, with the same options for "
-        "target, drafter and data"
+        f"To train from these hidden states, run ./launch.sh features={out} with the same options "
+        "for target, drafter and data"
     )

@@ -1,5 +1,4 @@
-"""The training loop, which trains a drafter for a frozen target. A single step is computed in
-step.py."""
+"""The training loop, which trains a drafter for a frozen target. step.py computes a single step."""
 
 import signal
 import time
@@ -35,23 +34,23 @@ from train.run.prepare import prepare_run
 from train.run.state import RunState, resolve_config
 from train.step import train_step
 
-# A step whose loss or gradient is not finite is skipped. The run ends after so many skipped steps
-# in a row.
+# A step whose loss or gradient is not finite is skipped. The run ends after this number of skipped
+# steps in a row.
 MAX_CONSECUTIVE_SKIPPED_STEPS = 5
-MAX_ROWS_LISTED_FOR_SKIPPED_STEP = (
-    16  # packed sequences that the message about a skipped step lists
-)
+# maximum number of packed sequences that the message about a skipped step lists
+MAX_ROWS_LISTED_FOR_SKIPPED_STEP = 16
 
 
 def train(config: TrainConfig) -> Path:
     """Train a drafter as configured and return the run's folder.
 
-    Raises ValueError or FileNotFoundError for a mistake of the user, before the first step. Raises
-    RunAborted if a run that has started cannot continue.
+    Raises ValueError or FileNotFoundError, before the first step, for invalid options or data.
+    Raises RunAborted if a run that has started cannot continue.
     """
     device = select_device(config.target.device)
     start_process_group(device)
-    split_batch(config, dist.get_world_size())  # raises if the batch cannot be divided evenly
+    # raises ValueError if the batch cannot be divided evenly among the processes
+    split_batch(config, dist.get_world_size())
     config = resolve_config(config, device)
     with ExitStack() as stack:
         folder = run_on_first_process(lambda: stack.enter_context(open_run_folder(config)))
@@ -63,8 +62,8 @@ def train(config: TrainConfig) -> Path:
 
 
 def run_steps(run: RunState) -> Path:
-    """Take the run's remaining steps, save and evaluate checkpoints, and return the run's
-    folder."""
+    """Take all remaining training steps of a new or resumed run, save and evaluate its checkpoints,
+    and return its folder."""
     config = run.config
     schedule = run.schedule
     log = RunLog(config, run.folder, schedule.step, schedule.estimated_steps)
@@ -72,7 +71,7 @@ def run_steps(run: RunState) -> Path:
         log.print_line(line)
     evaluate_interrupted_checkpoint(run, log)
 
-    # from now on, Ctrl-C stops the run after a step; until now, it ended the process at once
+    # Until now, Ctrl-C ended the process at once. From here on, it stops the run after a step.
     stop_flag = install_signal_handlers()
     steps = count(schedule.step)
     if config.optim.max_minutes is None:
@@ -87,7 +86,7 @@ def run_steps(run: RunState) -> Path:
             step = metrics["step"]
             skipped_steps = count_consecutive_skips(run, metrics, skipped_steps, log)
 
-            # All processes must take the same decisions, so the values of all are combined.
+            # All processes must take the same decisions. The maximum over all processes decides.
             minutes_since_save = (time.perf_counter() - saved_at) / 60
             save_due = (
                 config.save_interval_minutes is not None
@@ -100,7 +99,7 @@ def run_steps(run: RunState) -> Path:
 
             if checkpoint_due or save_due or stop:
                 saved = save_run(run, checkpoint_due)
-                # a run that stops now evaluates the checkpoint when it is resumed
+                # If the run stops now, the checkpoint is evaluated when the run is resumed.
                 if checkpoint_due and not stop:
                     with allow_immediate_interrupt(
                         f"the checkpoint {saved} is complete; the same command evaluates it and "
@@ -116,23 +115,23 @@ def run_steps(run: RunState) -> Path:
                 break
 
     finish_run(run, log)
-    if stop:  # exiting the process also ends a sweep of several runs
+    if stop:  # the process exits, so that a sweep of several runs ends, too
         raise SystemExit(EXIT_CODE_INTERRUPTED if stop_flag.signal_number == signal.SIGINT else 0)
     return run.folder
 
 
 def evaluate_interrupted_checkpoint(run: RunState, log: RunLog) -> None:
-    """Evaluate the checkpoint that the run resumes from, if the run was stopped before the
-    evaluation of this checkpoint was finished."""
+    """When a run is resumed, evaluate its newest checkpoint if the run was stopped before this
+    evaluation was finished."""
     folder = checkpoint_folder(run.folder, run.schedule.step)
     if folder.exists() and not (folder / "evaluation/evaluation.json").exists():
         evaluate_newest_checkpoint(run, log)
 
 
 def run_step(run: RunState, prefetcher: BatchPrefetcher, log: RunLog) -> dict:
-    """Take the next training step, write its metrics to the log, and return the metrics.
+    """Take the next training step, write its metrics to the log, and return them.
 
-    Steps are counted from 1.
+    Keys of the returned dictionary are, for example, "step" (counted from 1), "loss" and "lr".
     """
     config = run.config
     schedule = run.schedule
@@ -166,11 +165,15 @@ def run_step(run: RunState, prefetcher: BatchPrefetcher, log: RunLog) -> dict:
 
 
 def count_consecutive_skips(run: RunState, metrics: dict, skipped_before: int, log: RunLog) -> int:
-    """Return how many steps in a row were skipped, up to and including the step with `metrics`.
+    """Return how many steps in a row were skipped up to now; 0 if the last step was not skipped.
 
     A step is skipped if its loss or gradient is not finite; `metrics["grad_norm"]` is then None.
-    The packed sequences of a skipped step are written to the log. skipped_before: the number of
-    skipped steps directly before this step. Raises RunAborted at MAX_CONSECUTIVE_SKIPPED_STEPS.
+
+    metrics: the metrics of the last step, from `run_step`. skipped_before: the number of steps in a
+    row that were skipped directly before the last step.
+
+    If the last step was skipped, its packed sequences are written to the log. Raises RunAborted
+    at MAX_CONSECUTIVE_SKIPPED_STEPS.
     """
     if metrics["grad_norm"] is not None:
         return 0
@@ -182,25 +185,25 @@ def count_consecutive_skips(run: RunState, metrics: dict, skipped_before: int, l
         rows.append(str(get_shuffled_index(index, len(run.dataset), run.config.seed)))
     subject = "loss and gradient are" if metrics["loss"] is None else "gradient is"
     message = (
-        f"step {step} is skipped, because its {subject} not finite; its rows of the training set "
-        f"(packed sequences) are {', '.join(rows)}"
+        f"step {step} is skipped, because its {subject} not finite. The step used these packed "
+        f"sequences of the training data: {', '.join(rows)}"
     )
     skipped = skipped_before + 1
     if skipped == MAX_CONSECUTIVE_SKIPPED_STEPS:
         raise RunAborted(
-            f"{message}. These were {skipped} skipped steps in a row, so the run ends. A skipped "
-            "step does not change weights and optimiser state. Try optim.precision=float32, a "
-            "lower optim.lr, or other data"
+            f"{message}. {skipped} steps in a row were skipped, so the run ends. A skipped step "
+            "does not change weights and optimiser state. Try optim.precision=float32, a lower "
+            "optim.lr, or other data"
         )
     log.print_line(message)
     return skipped
 
 
 def save_run(run: RunState, is_checkpoint: bool) -> Path:
-    """Save the state after the last completed step, and return the folder that was written.
+    """Save the run after its last completed step, and return the folder that was written.
 
-    is_checkpoint: whether to save a checkpoint, with the drafter. Otherwise only the training state
-    is saved.
+    is_checkpoint: whether to save a checkpoint: the drafter and the training state. Otherwise only
+    the training state is saved, from which the run can be resumed.
     """
     step = run.schedule.step
     HEARTBEAT.set_activity(f"training: step {step}, saving")
@@ -210,8 +213,8 @@ def save_run(run: RunState, is_checkpoint: bool) -> Path:
 
 
 def evaluate_newest_checkpoint(run: RunState, log: RunLog) -> None:
-    """Decode held-out prompts with the newest checkpoint and update the report. After the run's
-    last step, also evaluate the best checkpoint."""
+    """Decode held-out prompts with the newest checkpoint, and add the results to the run's report.
+    After the run's last step, also evaluate the best checkpoint."""
     if not run.config.evaluation.prompts:
         return
     step = run.schedule.step
@@ -223,7 +226,7 @@ def evaluate_newest_checkpoint(run: RunState, log: RunLog) -> None:
 
 
 def finish_run(run: RunState, log: RunLog) -> None:
-    """Print how many steps were skipped, and write the final report."""
+    """Print how many steps of the run were skipped, and write the run's final report."""
     log.progress.close()
     skipped_steps = 0
     if dist.get_rank() == 0:

@@ -18,7 +18,7 @@ from train.config import TrainConfig
 
 
 def train_in_hydra_folder(config: TrainConfig) -> None:
-    """Train in the folder that Hydra chose: runs_dir/name, or in a sweep the folder of the job."""
+    """Train in the folder that Hydra chose: runs_dir/name, or the folder of one run of a sweep."""
     folder = Path(HydraConfig.get().runtime.output_dir)
     if folder != Path(config.runs_dir, config.name).absolute():
         config.runs_dir = str(folder.parent)
@@ -30,15 +30,15 @@ def train_in_hydra_folder(config: TrainConfig) -> None:
 
         train(config)
     finally:
-        gc.collect()  # frees the memory for the next job of a sweep
+        gc.collect()  # frees the memory for the next run of a sweep
 
 
 @contextmanager
 def leave_process() -> Generator[None]:
     """End the process at the end of the `with` block, without running Python's exit handlers.
 
-    The exit handlers can do harm: gloo sometimes aborts a process that has finished, and a process
-    that has failed can wait forever for a hanging thread.
+    Python's exit handlers can do harm. The communication library gloo sometimes aborts a process
+    that has finished. A process that has failed can wait forever for a hanging thread.
     """
     exit_code = 0
     try:
@@ -52,8 +52,11 @@ def leave_process() -> Generator[None]:
 
 @exit_quietly_on_broken_pipe()
 def main(arguments: list[str] | None = None) -> None:
-    """Run the training command and end the process. arguments: the overrides; None takes those of
-    the command line."""
+    """Run the training command and end the process.
+
+    arguments: overrides of options, for example "seed=1". None means the arguments of the command
+    line.
+    """
     with leave_process():
         run_command("train", TrainConfig, train_in_hydra_folder, arguments)
 

@@ -1,26 +1,22 @@
-"""The training objective: a weighted sum of divergences between drafter and target. It is computed
-in chunks of rows.
+"""The training loss: a weighted sum of divergences between drafter and target. It is computed in
+chunks of rows.
 
-The formulas are in `train/divergences.py`, the comparison of one chunk in `train/comparison.py`.
+`train/divergences.py` has the formulas, `train/comparison.py` compares one chunk of rows.
 
 A row is one drafted position of one block. Row i compares the drafter's hidden state `hidden[i]`
 with the target's hidden state `teacher_hidden[teacher_rows[i]]`. The target's hidden state is
-multiplied by the target's frozen head. The drafter's hidden state is multiplied by the same head
-(DFlash), or by a trained head of the drafter (DART).
+multiplied by the target's frozen language model head. The drafter's hidden state is multiplied by
+the same head (DFlash), or by a trained head of the drafter (DART).
 
 Logits exist for one chunk of rows at a time. The forward pass already computes the gradients with
-respect to `hidden` and to a trained head, and saves only these for the backward pass. D-PACE's
-weights depend on how well a block was drafted, so they are known only after the last chunk. They
-can still be applied to the gradients of `hidden`, row by row. The gradient of a trained head is a
-sum over rows; in this case an additional pass computes the weights first.
+respect to `hidden` and to a trained head, and saves only these gradients for the backward pass.
+D-PACE's weights depend on how well a block was drafted and are known only after the last chunk. The
+gradients of `hidden` can still be multiplied by these weights, row by row. The gradient of a
+trained head is a sum over rows. For a trained head, an additional pass computes the weights first.
 
 A conditional head adds the correction `out @ vectors[i]` to the logits of row i (`LogitCorrection`,
 see `infer/drafters/heads/base.py`). The divergence is then that of the corrected distribution. The
-gradients with respect to `out` and `vectors` are computed in the same pass. This works for every
-conditional head and every divergence.
-
-Shapes: G blocks of L drafted positions, R = G * L rows, P context positions of the target, D hidden
-size, V vocabulary, r rank of a conditional head's correction, rows = rows of one chunk.
+gradients with respect to `out` and `vectors` are computed in the same pass.
 """
 
 from dataclasses import dataclass, replace
@@ -36,29 +32,33 @@ from train.divergences import DIVERGENCE_TABLE, POSITION_WEIGHTINGS_BY_NAME
 
 
 class BlockLoss(NamedTuple):
-    """The loss of a batch of blocks."""
+    """The training loss of a batch of blocks, and statistics of each drafted position, without
+    gradient. All tensors but the loss have the shape (num_blocks, num_drafted)."""
 
     loss: torch.Tensor  # scalar: weighted sum of the divergences, with gradient
-    divergences: torch.Tensor  # (G, L) nats, without gradient; 0 where the weight is 0
-    # (G, L) bool: whether drafter and target have the same likeliest token; False where the weight
-    # is 0
+    # the divergence of drafter and target in nats; 0 where the position's weight is 0
+    divergences: torch.Tensor
+    # bool: whether drafter and target have the same likeliest token; False where the weight is 0
     agrees: torch.Tensor
-    # (G, L) overlap of the distributions, sum_v min(p, q), without gradient; 0 unless
-    # `DivergenceInputs.needs_overlap`
+    # the sum of min(p, q) over the vocabulary, for the target's distribution p and the drafter's q;
+    # 0 if `DivergenceInputs.needs_overlap` is False
     overlap: torch.Tensor | None = None
 
 
 class LogitCorrection(NamedTuple):
-    """The correction of a conditional head: `out @ vectors[i]` is added to the logits of row i."""
+    """The low-rank correction of the logits by a conditional head: `out @ vectors[i]` is added to
+    the logits of row (drafted position) i."""
 
-    vectors: torch.Tensor  # (R, r) one vector per row
-    out: torch.Tensor  # (V, r) weight matrix of the conditional head
+    vectors: torch.Tensor  # (num_rows, rank) one vector per drafted position
+    out: torch.Tensor  # (vocab_size, rank) weight matrix of the conditional head
 
 
 def position_weights(config: ObjectiveConfig, num_drafted: int) -> torch.Tensor:
-    """Return the weights of the drafted positions of a block, (num_drafted,) float32.
+    """Return the weights that the drafted positions of a block have in the training loss,
+    (num_drafted,) float32.
 
-    They do not include D-PACE's factor, which depends on the drafter (`Weighting.block_factor`).
+    With position_weights=dpace, all of them are 1. D-PACE's real weights depend on the drafter's
+    predictions and are computed later (`Weighting.block_factor`).
     """
     steps = torch.arange(num_drafted, dtype=torch.float32)
     return POSITION_WEIGHTINGS_BY_NAME[config.position_weights].position_weights(steps, config)
@@ -66,28 +66,34 @@ def position_weights(config: ObjectiveConfig, num_drafted: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class DivergenceInputs:
-    """The inputs of the objective that are not trained: the target's part, and how to compare."""
+    """The inputs of the training loss that are not trained: the target's hidden states and head,
+    the labels and weights, and options."""
 
-    teacher_hidden: torch.Tensor  # (P, D) the target's hidden states
-    teacher_rows: torch.Tensor  # (G, L) int64: for each row, its index in `teacher_hidden`
-    # (G, L) int64 true tokens. A token that is not in the drafter's vocabulary is -1 and must have
-    # the weight 0.
+    teacher_hidden: torch.Tensor  # (num_context_positions, hidden_size) the target's hidden states
+    # (num_blocks, num_drafted) int64: for each drafted position, the index in `teacher_hidden` of
+    # the hidden state to compare with
+    teacher_rows: torch.Tensor
+    # (num_blocks, num_drafted) int64 true tokens. A token that is not in the drafter's vocabulary
+    # is -1 and must have the weight 0.
     labels: torch.Tensor
-    weights: torch.Tensor  # (G, L) weights of the drafted positions, from `position_weights`
-    head: torch.Tensor  # (V, D) the target's head
+    # (num_blocks, num_drafted) weights of the drafted positions: the result of `position_weights`,
+    # and 0 at positions without loss
+    weights: torch.Tensor
+    head: torch.Tensor  # (vocab_size, hidden_size) weight of the target's language model head
     config: ObjectiveConfig
     scale: LogitScale = IDENTITY_LOGIT_SCALE  # applied to the logits of target and drafter
-    # If there is a correction, both distributions are limited to candidates: the `top_k` likeliest
-    # tokens of the uncorrected logits, and the label. 0 means no limit.
+    # With a conditional head, target and drafter are compared only on the `top_k` likeliest tokens
+    # of the drafter's logits before the head's correction, and on the true token. 0 means no limit.
     top_k: int = 0
     needs_overlap: bool = False  # whether to compute `BlockLoss.overlap`
-    # result of `plan_chunks` for `teacher_rows` and `weights`; None means that it is computed here
+    # the result of `plan_chunks` for `teacher_rows` and `weights`; if None, `compute_divergence`
+    # calls `plan_chunks`
     chunk_plan: ChunkPlan | None = None
 
     @property
     def logits_dtype(self) -> torch.dtype:
-        """The dtype of logits and probabilities: float64 for float64 hidden states, otherwise
-        float32."""
+        """The dtype in which logits and probabilities are computed: float64 for float64 hidden
+        states, otherwise float32."""
         if self.teacher_hidden.dtype == torch.float64:
             return torch.float64
         return torch.float32
@@ -99,17 +105,19 @@ def compute_divergence(
     drafter_head: torch.Tensor | None = None,
     correction: LogitCorrection | None = None,
 ) -> BlockLoss:
-    """Return the training loss: the weighted sum of the divergences of all rows.
+    """Return the training loss: the weighted sum of the divergences between target and drafter at
+    all drafted positions.
 
-    hidden: (R, D) the drafter's hidden states, in the dtype of `inputs.teacher_hidden` and
-        `inputs.head`.
-    drafter_head: (V, D) float32, the drafter's own head. None means that the drafter uses the
-        target's head.
-    correction: the correction of a conditional head, which is added to the scaled logits.
+    hidden: (num_blocks * num_drafted, hidden_size) the drafter's hidden states, in the dtype of
+        `inputs.teacher_hidden` and `inputs.head`.
+    drafter_head: (vocab_size, hidden_size) float32, weight of the drafter's own language model
+        head. None means that the drafter uses the target's head.
+    correction: what a conditional head adds to the drafter's logits, after `inputs.scale` is
+        applied. None without such a head.
 
-    `inputs.config` selects the divergence and the position weights. If its `marginal_weight` is not
-    0, the divergence of the uncorrected logits times `marginal_weight` is added. Logits and
-    probabilities are float32, or float64 for float64 inputs. Rows of weight 0 are not computed.
+    `inputs.config` selects the divergence and the position weights. If `marginal_weight` is not 0,
+    the divergence of the logits before the correction is added with this weight. Logits are
+    float32, or float64 for float64 inputs. Drafted positions of weight 0 are not computed.
     """
     chunk_plan = inputs.chunk_plan
     if chunk_plan is None:
@@ -124,7 +132,8 @@ def compute_divergence(
 
 
 class _DivergenceFunction(torch.autograd.Function):
-    """The autograd function of the objective. Its forward pass already computes all gradients."""
+    """The autograd function of the training loss. Its forward pass also computes all gradients; the
+    backward pass only multiplies them by the gradient of the loss."""
 
     @staticmethod
     def forward(ctx, hidden, drafter_head, vectors, out, inputs: DivergenceInputs):
@@ -133,7 +142,8 @@ class _DivergenceFunction(torch.autograd.Function):
         weights = inputs.weights
         block_factor = POSITION_WEIGHTINGS_BY_NAME[inputs.config.position_weights].block_factor
 
-        def compute_row_weights(label_probs: torch.Tensor) -> torch.Tensor:  # (G, L)
+        # argument and result: (num_blocks, num_drafted)
+        def compute_row_weights(label_probs: torch.Tensor) -> torch.Tensor:
             if block_factor is None:
                 return weights.to(label_probs.dtype)
             return weights * block_factor(label_probs, weights > 0)
@@ -169,17 +179,18 @@ class _DivergenceFunction(torch.autograd.Function):
 
 
 class _TrainedTensors(NamedTuple):
-    """The inputs of the objective that can have gradients."""
+    """The inputs of the training loss for which gradients can be computed."""
 
-    hidden: torch.Tensor  # (R, D) the drafter's hidden states
-    head: torch.Tensor  # (V, D) the head that the drafter uses
-    vectors: torch.Tensor | None = None  # (R, r) see LogitCorrection
-    out: torch.Tensor | None = None  # (V, r) see LogitCorrection
+    hidden: torch.Tensor  # (num_rows, hidden_size) the drafter's hidden states
+    # (vocab_size, hidden_size) weight of the drafter's language model head
+    head: torch.Tensor
+    vectors: torch.Tensor | None = None  # (num_rows, rank) see LogitCorrection
+    out: torch.Tensor | None = None  # (vocab_size, rank) see LogitCorrection
 
 
 class _Gradients(NamedTuple):
-    """The gradients with respect to the fields of `_TrainedTensors`. A field is None if its
-    gradient is not needed."""
+    """The gradients of the loss with respect to the fields of `_TrainedTensors`; None where not
+    needed."""
 
     hidden: torch.Tensor | None
     head: torch.Tensor | None
@@ -188,16 +199,17 @@ class _Gradients(NamedTuple):
 
 
 class _ChunkedPass:
-    """A pass over all rows of positive weight, chunk by chunk. The constructor runs the pass.
+    """Compares drafter and target at all rows (drafted positions) of positive weight, chunk by
+    chunk, and computes gradients. The constructor does the whole computation.
 
     drafted: the drafter's tensors, see `_TrainedTensors`.
     needs_gradient: for each field of `drafted`, whether to compute its gradient. The gradients of
         `hidden` and `vectors` are those of the unweighted divergences. The gradients of `head` and
-        `out` are those of the weighted sum.
-    row_weights: (G, L) the weights of that sum; needed for gradients of `head` and `out`.
+        `out` are those of the sum of the divergences, weighted by `row_weights`.
+    row_weights: (num_blocks, num_drafted), needed for the gradients of `head` and `out`.
 
-    The results are attributes of shape (G, L), and `gradients`. `divergences`, `agrees` and
-    `overlap` are those of `BlockLoss`; `label_probs` is the drafter's probability of the label.
+    The results are the attributes `gradients`, `divergences`, `agrees`, `overlap` (as in
+    `BlockLoss`) and `label_probs` (the drafter's probability of each true token).
     """
 
     def __init__(
@@ -222,7 +234,8 @@ class _ChunkedPass:
         self.overlap = torch.zeros_like(self.divergences)
         self.agrees = torch.zeros_like(self.divergences, dtype=torch.bool)
 
-        # gradients of `head` and `out` are sums over rows, which are computed in the logits' dtype
+        # The gradients of `head` and `out` are sums over many rows and are computed in the dtype of
+        # the logits. The other gradients have the dtype of their tensor.
         gradient_dtypes = (None, dtype, None, dtype)
         gradients = []
         for tensor, needed, gradient_dtype in zip(
@@ -249,8 +262,8 @@ class _ChunkedPass:
             self.add_chunk(bounds)
 
     def add_chunk(self, bounds: ChunkBounds) -> None:
-        """Compare the rows of one chunk with the target, and store the results and gradients in the
-        attributes of this object."""
+        """Compare drafter and target at the rows (drafted positions) of one chunk, and store the
+        results and gradients in the attributes of this object."""
         inputs = self.inputs
         drafted = self.drafted
         unary = inputs.config.marginal_weight
@@ -262,7 +275,7 @@ class _ChunkedPass:
 
         student = _compute_logits(
             drafted.hidden[rows], drafted.head, inputs.scale, self.student_buffer
-        )  # (rows, V)
+        )  # (num_rows, vocab_size)
         scale_slope = inputs.scale.derivative(student)
         teacher_rows = self.plan.teacher_rows[bounds.teacher_start : bounds.teacher_end]
         teacher_logits = _compute_logits(
@@ -281,8 +294,8 @@ class _ChunkedPass:
                 )
                 self.divergences.view(-1)[rows] = unary * uncorrected.divergences
                 unary_delta *= unary
-            vectors = drafted.vectors[rows].to(drafted.out.dtype)  # (rows, r)
-            if drafted.out.dtype == student.dtype:  # the product needs no further memory
+            vectors = drafted.vectors[rows].to(drafted.out.dtype)  # (num_rows, rank)
+            if drafted.out.dtype == student.dtype:  # add in place, without a temporary tensor
                 student.addmm_(vectors, drafted.out.T)
             else:
                 student.add_((vectors @ drafted.out.T).to(student.dtype))
@@ -311,23 +324,26 @@ class _ChunkedPass:
         unary_delta: torch.Tensor | None,
         scale_slope: torch.Tensor | float | None,
     ) -> None:
-        """Add the contribution of a chunk's rows to the gradients.
+        """Add the contribution of a chunk's rows (drafted positions) to the gradients.
 
-        rows: (rows,) int64 indices of the chunk's rows.
-        delta: (rows, V) gradient of the divergences with respect to the logits; overwritten.
-        unary_delta: (rows, V) gradient of the added loss term (`marginal_weight`) with respect to
-            the uncorrected logits; None without this term.
-        scale_slope: derivative of the logit scale; None if the derivative is 1.
+        rows: (num_rows,) int64 indices of the chunk's rows.
+        delta: (num_rows, vocab_size) gradient of the divergences with respect to the corrected
+            logits; overwritten.
+        unary_delta: (num_rows, vocab_size) gradient of the loss term with the weight
+            `marginal_weight`, with respect to the logits before the conditional head's correction.
+            None without this term.
+        scale_slope: derivative of the scaled logits with respect to the outputs of the language
+            model head. None if the derivative is 1.
         """
         gradients = self.gradients
         drafted = self.drafted
         dtype = self.inputs.logits_dtype
         weights = None
         if self.row_weights is not None:
-            weights = self.row_weights.flatten()[rows, None].to(dtype)  # (rows, 1)
+            weights = self.row_weights.flatten()[rows, None].to(dtype)  # (num_rows, 1)
 
-        # The correction is added to the scaled logits, so its gradients need no derivative of the
-        # logit scale.
+        # The conditional head's correction is added after the scaling of the logits. The gradients
+        # of `vectors` and `out` therefore do not contain `scale_slope`.
         if gradients.vectors is not None:
             assert drafted.out is not None
             vector_gradient = delta.to(drafted.out.dtype) @ drafted.out
@@ -337,7 +353,7 @@ class _ChunkedPass:
             assert weights is not None
             gradients.out.addmm_(delta.T, drafted.vectors[rows].to(dtype) * weights)
 
-        # from here on, `delta` is the gradient with respect to the unscaled logits
+        # The next lines turn `delta` into the gradient with respect to the unscaled logits.
         if unary_delta is not None:
             delta.add_(unary_delta)
         if scale_slope is not None:
@@ -352,12 +368,15 @@ class _ChunkedPass:
 def _compute_logits(
     states: torch.Tensor, head: torch.Tensor, scale: LogitScale, buffer: torch.Tensor
 ) -> torch.Tensor:
-    """Return the scaled logits (rows, V) of hidden states (rows, D). The logits are written to
-    `buffer`, unless `scale` creates a new tensor."""
+    """Return the scaled logits (num_rows, vocab_size) of hidden states (num_rows, hidden_size).
+
+    head: (vocab_size, hidden_size) weight of the language model head. buffer: memory for the
+    logits; the result uses it unless `scale` creates a new tensor.
+    """
     logits = buffer[: len(states)]
     if states.dtype == head.dtype == logits.dtype:
         torch.mm(states, head.T, out=logits)
-    else:  # torch.mm does not accept `out=` if autocast would have to cast the inputs
+    else:  # torch.mm does not accept `out=` if autocast has to cast the inputs
         logits.copy_(states @ head.T)
     return scale(logits)
 
@@ -365,14 +384,16 @@ def _compute_logits(
 def _find_excluded_tokens(
     uncorrected: torch.Tensor, labels: torch.Tensor, top_k: int
 ) -> torch.Tensor:
-    """Return for each row which tokens are not candidates, (rows, V) bool.
+    """Return which tokens are left out of the comparison of drafter and target, because they are
+    not among the `top_k` candidates. The result has the shape (num_rows, vocab_size) bool.
 
-    uncorrected: (rows, V) the logits without the correction. labels: (rows,) the true tokens.
+    uncorrected: (num_rows, vocab_size) the drafter's logits before the conditional head's
+    correction. labels: (num_rows,) the true tokens.
 
-    The candidates of a row are the `top_k` likeliest tokens of the uncorrected logits. If the label
-    is not among them, it replaces the least likely candidate.
+    The candidates of a row are the `top_k` likeliest tokens of these logits. If the label is not
+    among these tokens, it replaces the least likely one.
     """
-    candidates = uncorrected.topk(top_k, dim=-1).indices  # (rows, top_k)
+    candidates = uncorrected.topk(top_k, dim=-1).indices  # (num_rows, top_k)
     label_missing = (candidates != labels[:, None]).all(-1)
     candidates[:, -1] = torch.where(label_missing, labels, candidates[:, -1])
     return torch.ones_like(uncorrected, dtype=torch.bool).scatter_(1, candidates, False)

@@ -11,8 +11,8 @@ from torch import nn
 from infer.drafters.heads import table as heads
 from train.config import OptimConfig
 
-# Endings of the names of matrices that AdamW trains even with optim.name=muon. These matrices are
-# tables with one vector per token or per layer.
+# With optim.name=muon, AdamW trains the matrices whose names end with one of these strings. Such a
+# matrix is a table with one vector per token or per layer.
 ADAMW_TOKEN_TABLE_NAMES = (
     "embed_tokens.weight",
     "lm_head.weight",
@@ -22,21 +22,21 @@ ADAMW_TOKEN_TABLE_NAMES = (
 
 
 def has_fast_bfloat16() -> bool:
-    """Return whether this CPU has AMX, instructions that multiply bfloat16 matrices.
+    """Return whether this CPU has AMX, Intel's instructions that multiply bfloat16 matrices.
 
-    The BF16 instructions of AVX-512 do not count: with them, a training step takes 1.8 times as
-    long as in float32.
+    False for a CPU that has only the bfloat16 instructions of AVX-512. With these, a training step
+    takes 1.8 times as long as in float32.
     """
     return bool(getattr(torch.cpu, "get_capabilities", dict)().get("amx_bf16"))
 
 
 def orthogonalise(matrix: torch.Tensor, group: dict) -> torch.Tensor:
-    """Return an approximation of the matrix with orthonormal rows or columns that is nearest to
-    `matrix`.
+    """Run Muon's Newton-Schulz iteration: return approximately the semi-orthogonal matrix that is
+    nearest to `matrix`.
 
-    This is Muon's Newton-Schulz iteration (https://kellerjordan.github.io/posts/muon), computed in
-    the dtype of `matrix`. group: the parameter group of the optimiser; it has the coefficients and
-    the number of steps of the iteration.
+    See https://kellerjordan.github.io/posts/muon. The computation uses the dtype of `matrix`.
+    group: the optimiser's parameter group, which has the coefficients and the number of steps of
+    the iteration.
     """
     a, b, c = group["ns_coefficients"]
     is_tall = matrix.shape[0] > matrix.shape[1]
@@ -50,24 +50,26 @@ def orthogonalise(matrix: torch.Tensor, group: dict) -> torch.Tensor:
 
 
 class GradientDtypeMuon(torch.optim.Muon):
-    """Muon with matmuls in the dtype of the gradients.
+    """The Muon optimiser with matmuls in the dtype of the gradients.
 
-    The matmuls of torch's Muon are in bfloat16, which takes seven times as long as float32 on a CPU
-    without bfloat16 hardware.
+    torch's Muon computes its matmuls in bfloat16. On a CPU without bfloat16 hardware, these take
+    seven times as long as matmuls in float32.
     """
 
     @torch.no_grad()
     def step(  # ty: ignore[incompatible-method-override]
         self, closure: Callable[[], float] | None = None
     ) -> None:
-        """Take one step. It is the step of torch's Muon, except for the dtype of the matmuls."""
+        """Take one optimiser step, the same as that of torch's Muon except for the dtype of the
+        matmuls. `closure` is ignored."""
         for group in self.param_groups:
             for weight in group["params"]:
                 if weight.grad is not None:
                     self._update(weight, group)
 
     def _update(self, weight: torch.Tensor, group: dict) -> None:
-        """Update one matrix in place. group: the parameter group that has the matrix."""
+        """Update one weight matrix in place. group: the matrix's parameter group, which has the
+        learning rate, momentum and weight decay."""
         gradient = weight.grad
         assert gradient is not None
         state = self.state[weight]
@@ -83,7 +85,10 @@ class MuonAdamW(torch.optim.Optimizer):
     """Muon for matrices and AdamW for all other weights, combined into one optimiser.
 
     Muon's updates are scaled to the size of AdamW's updates, so that both can use the same learning
-    rate. weight_decay: decay of the matrices; the other weights have none.
+    rate.
+
+    matrices: the parameters that Muon trains. others: the parameters that AdamW trains.
+    weight_decay: weight decay of the matrices. The other parameters have no weight decay.
     """
 
     def __init__(
@@ -112,7 +117,7 @@ class MuonAdamW(torch.optim.Optimizer):
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         super().__init__(groups, {"lr": config.lr})
 
-        # this optimiser and the two that it combines share the parameter groups and the state
+        # This optimiser shares its parameter groups and its state with Muon and AdamW.
         self.param_groups = groups
         for optimizer in self.optimizers:
             optimizer.state = self.state
@@ -121,7 +126,8 @@ class MuonAdamW(torch.optim.Optimizer):
     def step(  # ty: ignore[incompatible-method-override]
         self, closure: Callable[[], float] | None = None
     ) -> None:
-        """Take one step with Muon and one with AdamW, each on its own weights."""
+        """Take one step with Muon and one with AdamW, each on its own weights. `closure` is
+        ignored."""
         for optimizer in self.optimizers:
             optimizer.step()
 
@@ -131,8 +137,8 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Create the optimiser `config.name` for all trainable weights of a model.
 
-    weight_decay: weight decay of the matrices that Muon trains. AdamW has no weight decay. Muon
-    does not train embeddings and heads: these matrices are tables with one vector per token.
+    weight_decay: weight decay of the matrices that Muon trains. Weights that AdamW trains have no
+    weight decay. AdamW also trains embeddings and heads, whose matrices have one vector per token.
     """
     matrices = []
     others = []
@@ -146,7 +152,8 @@ def make_optimizer(
     if config.name == "muon":
         return MuonAdamW(matrices, others, config, weight_decay)
 
-    # The fused step takes a quarter of the time on a CPU. On a GPU, None lets torch choose.
+    # On a CPU, the fused step of AdamW takes a quarter of the time. On a GPU, None lets torch
+    # choose.
     fused = True if next(model.parameters()).is_cpu else None
     return torch.optim.AdamW(
         [*matrices, *others], lr=config.lr, betas=tuple(config.betas), weight_decay=0, fused=fused
@@ -154,9 +161,11 @@ def make_optimizer(
 
 
 def cosine_learning_rate(optim: OptimConfig, elapsed: float, total: float) -> float:
-    """Return the learning rate of the next step: linear warm-up, then half a cosine to zero.
+    """Return the learning rate of the next step. It rises linearly (warm-up), and then falls along
+    half a cosine to zero.
 
-    elapsed, total: the completed steps and all steps of the run, or both durations in seconds.
+    elapsed: what is completed of the run, as a number of steps or in seconds. total: the length of
+    the run, in the same unit.
     """
     warmup = max(1, round(optim.warmup_ratio * total))
     if elapsed < warmup:

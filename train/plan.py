@@ -41,28 +41,31 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PretrainedConfig
 
-PROCESS_MEMORY_FILE = Path("/proc/self/statm")  # exists on Linux
+PROCESS_MEMORY_FILE = Path("/proc/self/statm")  # exists only on Linux
 
 
 def count_total_steps(config: TrainConfig, num_sequences: float) -> int:
-    """Return the number of optimiser steps of a run whose training data are `num_sequences` packed
-    sequences."""
+    """Return the number of optimiser steps of a run. num_sequences: number of packed sequences in
+    the training data."""
     if config.optim.steps is not None:
         return config.optim.steps
     return max(1, round(config.optim.epochs * num_sequences / config.optim.batch_size))
 
 
 def describe_run_length(config: TrainConfig, num_sequences: int) -> str:
-    """Return the length of a run as text, in steps or minutes. num_sequences: the number of packed
-    sequences of the training data."""
+    """Return the length of a run as text for the user, in steps or minutes. num_sequences: number
+    of packed sequences in the training data."""
     if config.optim.max_minutes is not None:
         return f"{config.optim.max_minutes:g} minutes of steps"
     return f"{count_total_steps(config, num_sequences):,} steps"
 
 
 def load_target_config(config: TrainConfig) -> "PretrainedConfig":
-    """Return the content of the target's config.json. It is read from the target's folder, taken
-    from the model sizes in conf/target/ if there is no folder, or else downloaded from the hub."""
+    """Return the target's Hugging Face configuration.
+
+    The configuration is read from the target's folder. Without this folder, it is built from the
+    model sizes in conf/target/ if they are known, or else downloaded from the hub.
+    """
     from transformers import AutoConfig
 
     options = config.target
@@ -73,24 +76,27 @@ def load_target_config(config: TrainConfig) -> "PretrainedConfig":
 
 @dataclass(frozen=True)
 class RunEstimate:
-    """What is known about a run before the target is loaded."""
+    """The estimated memory of a training run, and the sizes that it was computed from."""
 
-    config: TrainConfig  # with `gradient_checkpointing` true or false instead of None
-    shape: StepShape  # the sizes of one process's micro-batch
+    # the run's configuration, in which `gradient_checkpointing` is True or False, not None
+    config: TrainConfig
+    shape: StepShape  # the sizes of target, drafter and a micro-batch
     world_size: int  # number of processes
     device: torch.device
-    device_bytes: float | None  # memory for a process; None if the device is not on this machine
-    # Key: a part of the memory, for example "gradients". Value: its bytes. From
-    # `estimate_step_memory`.
+    # bytes of memory that one process may use; None if the device is not on this machine
+    device_bytes: float | None
+    # Result of `estimate_step_memory`. Keys are parts of the memory, for example "gradients";
+    # values are their bytes.
     memory: dict[str, float]
-    memory_line: str  # line for the user about the memory, from `choose_recompute`
+    memory_line: str  # a line about the memory to print for the user, from `choose_recompute`
 
 
 def estimate_run(config: TrainConfig, hf_config: "PretrainedConfig") -> RunEstimate:
-    """Estimate the memory of a run on this machine's device, or on a GPU if target.device=cuda.
+    """Estimate the memory that each training process needs on this machine's GPU or CPU, or on a
+    GPU elsewhere if target.device=cuda.
 
-    hf_config: the target's config.json. Raises ValueError for a batch that cannot be divided evenly
-    among the processes.
+    hf_config: the target's Hugging Face configuration. Raises ValueError if the batch cannot be
+    divided evenly among the processes.
     """
     world_size = int(os.environ.get("NPROC") or 1)
     has_gpu = torch.cuda.is_available()
@@ -117,9 +123,9 @@ def estimate_run(config: TrainConfig, hf_config: "PretrainedConfig") -> RunEstim
 def estimate_process_memory(estimate: RunEstimate) -> float:
     """Return the peak bytes of a training process on a CPU.
 
-    The estimate includes the loaded libraries, measured as the memory of this process. The peak is
-    reached in a training step or in an evaluation. An evaluation needs a float32 copy of the
-    target's weights, and two such copies if training steps do not use float32.
+    The estimate includes the loaded libraries, measured as the memory of this process. The peak
+    occurs in a training step or in an evaluation. An evaluation needs a float32 copy of the
+    target's weights, and a second one if training steps do not use float32.
     """
     memory = estimate.memory
     float32_copy = FLOAT32_BYTES * estimate.shape.target_parameters
@@ -133,11 +139,12 @@ def estimate_process_memory(estimate: RunEstimate) -> float:
 
 
 def prepare_local_data(config: TrainConfig, tokenizer) -> CountedDataset:
-    """Return the packed training sequences and the counts of used and excluded examples.
+    """Return the packed training sequences if the data are on this machine, and how many examples
+    are used and excluded.
 
-    The sequences are also written to the cache, where the run will find them. The result has no
-    sequences if the data are not on this machine, and if no example can be learned from (for
-    example, if the target has not answered the questions yet).
+    The sequences are also written to the cache, from which a training run reads them. The result
+    has no sequences if the data are not on this machine, or if no example is usable (for example,
+    because the target has not generated answers to the questions yet).
     """
     is_remote = any(data.source == "hub" for data, _ in expand_mixture(config.data))
     if config.data.source == "self" or is_remote:
@@ -147,9 +154,11 @@ def prepare_local_data(config: TrainConfig, tokenizer) -> CountedDataset:
 
 
 def describe_duration(config: TrainConfig, prepared: CountedDataset | None) -> str:
-    """Return the length of a run as text, in steps or minutes, or the reason why it is unknown.
+    """Return the length of a run as text for the user, in steps or minutes, or the reason why the
+    length is unknown.
 
-    prepared: the training data; None if there is no tokenizer on this machine to prepare them with.
+    prepared: the training data, from `prepare_local_data`. None if the target's tokenizer, which
+    this preparation needs, is not on this machine.
     """
     if config.data.source == "self":
         return (
@@ -176,11 +185,12 @@ def describe_duration(config: TrainConfig, prepared: CountedDataset | None) -> s
 def describe_mask_token(
     config: TrainConfig, hf_config: "PretrainedConfig", tokenizer, dataset: "Dataset | None"
 ) -> str:
-    """Return a text that names the mask token of the drafter that will be trained; empty if the
-    drafter has none.
+    """Return a text for the user with the mask token of the drafter that will be trained, or '' if
+    this kind of drafter has no mask token.
 
-    dataset: the packed training sequences, None if they are not known. Raises ValueError if no
-    token can be the mask token.
+    hf_config: the target's Hugging Face configuration. dataset: the packed training sequences, None
+    if they are not known. Raises ValueError if no token of the vocabulary is free to be the mask
+    token.
     """
     mask_token_id = config.drafter.mask_token_id
     if DRAFTER_FAMILIES[config.drafter.family].uses_mask_token and mask_token_id is None:
@@ -208,7 +218,8 @@ def print_plan(config: TrainConfig) -> None:
         tokenizer = load_tokenizer(
             config.target.path, config.target.trust_remote_code, config.target.chat_template_kwargs
         )
-    # The sizes of a model in conf/target/ are known even if the model itself cannot be downloaded.
+    # Continue without the tokenizer, because the memory can be estimated from the sizes in
+    # conf/target/.
     except FileNotFoundError:
         pass
     else:
@@ -222,15 +233,15 @@ def print_plan(config: TrainConfig) -> None:
     )
     data_text = f"{format_bytes(1e6 * feature_bytes)} of stored features per million tokens"
     if prepared is not None and prepared.dataset is not None:
-        data_text = f"{len(prepared.dataset):,} rows, {data_text}"
+        data_text = f"{len(prepared.dataset):,} packed sequences, {data_text}"
     if prepared is not None and prepared.counts.total:
         print(*prepared.counts.format_lines(), sep="\n")
     print(f"data       {data_text}\ntime       {describe_duration(config, prepared)}")
 
 
 def print_sizes(config: TrainConfig, estimate: RunEstimate, mask_token: str) -> None:
-    """Print the sizes of the target, of the drafter, and of a step. mask_token: the result of
-    `describe_mask_token`."""
+    """Print the sizes of the target, of the drafter, and of a training step. mask_token: the text
+    that `describe_mask_token` returned."""
     shape = estimate.shape
     processes = "process" if estimate.world_size == 1 else "processes"
     print(
@@ -240,14 +251,15 @@ def print_sizes(config: TrainConfig, estimate: RunEstimate, mask_token: str) -> 
         f"drafter    {config.drafter.family}, {shape.drafter_layers} layers, block size "
         f"{shape.block_size}: {shape.drafter_parameters / 1e6:,.1f} million parameters"
         f"{mask_token}\n"
-        f"step       {config.optim.batch_size} rows of {shape.length:,} tokens, "
+        f"step       {config.optim.batch_size} packed sequences of {shape.length:,} tokens, "
         f"{config.anchors_per_sequence} blocks in each, computed by {estimate.world_size} "
         f"{device_name(estimate.device)} {processes}"
     )
 
 
 def print_memory(estimate: RunEstimate) -> None:
-    """Print the peak memory of a step: the total, and then each part of it."""
+    """Print the peak memory of a training step: the total, and then each part. On Linux with a CPU,
+    also print the total of a process."""
     print(estimate.memory_line)
     for name, size in estimate.memory.items():
         print(f"           {format_bytes(size):>10}  {name}")
@@ -260,5 +272,5 @@ def print_memory(estimate: RunEstimate) -> None:
 
 
 def device_name(device: torch.device) -> str:
-    """Return 'GPU' for a CUDA device, else 'CPU'."""
+    """Return 'GPU' for a CUDA device and 'CPU' for any other device."""
     return "GPU" if device.type == "cuda" else "CPU"

@@ -1,5 +1,5 @@
-"""The processes of a run: their start, decisions that all take together, signals, and a watchdog
-that ends a process without progress.
+"""The processes of a training run: their start, values that all processes share, signals, and a
+watchdog that ends a process without progress.
 
 If a run has started and cannot continue, `infer.utils.errors.RunAborted` is raised with a message
 for the user, and the process exits with code 3.
@@ -33,10 +33,10 @@ MAX_WATCHDOG_INTERVAL_SECONDS = 5.0
 
 
 def select_device(device: str) -> torch.device:
-    """Return the device of this process. device: the option target.device.
+    """Return the device of this training process, and make it the current device if it is a GPU.
 
-    Raises ValueError for a GPU with a number, for example cuda:1, because DeepSpeed uses all
-    visible GPUs.
+    device: the value of the option target.device. Raises ValueError for a GPU with a number, for
+    example cuda:1, because training uses all visible GPUs.
     """
     device_type, _, number = device.partition(":")
     if device_type == "cuda" and number:
@@ -52,10 +52,10 @@ def select_device(device: str) -> torch.device:
 
 
 def start_process_group(device: torch.device) -> None:
-    """Join torchrun's process group, or create a group of this process alone if torchrun did not
-    start it. device: the device of this process."""
+    """Initialise torch.distributed. A process that torchrun started joins torchrun's process group;
+    any other process becomes a group of one. device: the device of this process."""
     if device.type == "cpu":
-        # without this variable, DeepSpeed searches for an accelerator and prints a warning
+        # Without this variable, DeepSpeed searches for an accelerator and prints a warning.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
 
@@ -84,17 +84,17 @@ def run_on_first_process(action: Callable[[], Result]) -> Result:
     """Call `action` in the first process only, and return its result in all processes.
 
     All processes must call this function together. If `action` raises an error, all processes raise
-    an error, so that no process waits for one that has ended.
+    an error. Otherwise the other processes would wait forever for the process that has ended.
     """
-    outcome: list = [None, None]  # the result of `action`, or the error that it raised
+    outcome: list = [None, None]  # [result of `action`, error that `action` raised]
     if dist.get_rank() == 0:
         try:
             outcome[0] = action()
         except Exception as error:  # noqa: BLE001
             outcome[1] = error
     if dist.get_world_size() > 1:
-        # Some exceptions cannot be pickled. RunAborted and ValueError can; an error of any other
-        # type is sent as a RunAborted with its description.
+        # Not every exception can be pickled. RunAborted and ValueError can. An error of any other
+        # type is sent as a RunAborted that contains its description.
         error = outcome[1]
         if error is not None and type(error) not in (RunAborted, ValueError):
             description = f"{type(error).__name__}: {error}"
@@ -108,7 +108,8 @@ def run_on_first_process(action: Callable[[], Result]) -> Result:
 
 @dataclass
 class StopFlag:
-    """The signal that asked the run to stop. `signal_number` is None as long as there was none."""
+    """Records the signal (for example Ctrl-C) that asked the training run to stop. `signal_number`
+    is None until this process receives a signal."""
 
     signal_number: int | None = None
 
@@ -123,12 +124,12 @@ class StopFlag:
 
 
 def install_signal_handlers() -> StopFlag:
-    """Let Ctrl-C, SIGTERM and SIGUSR1 stop the run after the current step. Return the flag that the
-    signal handler sets; the training loop has to read it.
+    """Install signal handlers with which Ctrl-C, SIGTERM and SIGUSR1 stop a training run after the
+    current step. Return the flag that the handlers set.
 
-    Schedulers send SIGTERM or SIGUSR1 before they preempt a job. After the step, the run is saved
-    and exits with code 0, or with code 130 after Ctrl-C. A second Ctrl-C stops the run at once,
-    without saving.
+    The training loop must read the flag after each step. If it is set, the loop saves the run and
+    exits with code 0, or with code 130 after Ctrl-C. A second Ctrl-C stops the run at once, without
+    saving. Cluster schedulers send SIGTERM or SIGUSR1 before they preempt a job.
     """
     flag = StopFlag()
     INTERRUPT_WATCHER.interrupts_to_ignore = 1
@@ -163,8 +164,8 @@ def restore_signal_handlers() -> None:
 
 
 def all_reduce_max(values: Sequence[float], device: torch.device) -> list[float]:
-    """Return the element-wise maximum of all processes' values. All processes get the same result
-    and can therefore take the same decisions."""
+    """Return the element-wise maximum of `values` over all processes. All processes get the same
+    result, so that decisions based on it are the same."""
     largest = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return largest.tolist()
@@ -172,10 +173,10 @@ def all_reduce_max(values: Sequence[float], device: torch.device) -> list[float]
 
 @contextmanager
 def allow_immediate_interrupt(advice: str) -> Generator[None]:
-    """Within the `with` block, let Ctrl-C end the process at once. Use it where nothing has to be
-    saved.
+    """Within the `with` block, let Ctrl-C end the process at once instead of after the current
+    training step. Use this block where nothing has to be saved.
 
-    advice: a sentence for the user about how to continue, which is printed after Ctrl-C.
+    advice: a sentence that tells the user how to continue. It is printed after Ctrl-C.
     """
     previous_handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     graceful = INTERRUPT_WATCHER.interrupts_to_ignore
@@ -189,11 +190,12 @@ def allow_immediate_interrupt(advice: str) -> Generator[None]:
 
 
 class StallWatchdog(threading.Thread):
-    """A thread that ends the process if the process has made no progress for `minutes`, and prints
-    what the process was doing.
+    """A thread that prints an error and ends the process if the process has made no progress for
+    `minutes`.
 
-    A process can hang in a collective operation or in a read, and all other processes then wait for
-    it. Time in which the process was suspended does not count. Set `stop_event` to end the thread.
+    Without this thread, a process that hangs in a collective operation or in a read would let all
+    other processes wait forever. Time in which the process was suspended does not count. Set
+    `stop_event` to end the thread.
     """
 
     def __init__(self, minutes: float) -> None:
@@ -204,8 +206,8 @@ class StallWatchdog(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """At every interval, check whether the heartbeat has changed. It changes whenever the
-        process makes progress."""
+        """Check at regular intervals whether HEARTBEAT (the record of the process's last activity)
+        has changed. End the process if it has not changed for `minutes`."""
         stalled_seconds = 0.0
         previous_heartbeat = None
         while not self.stop_event.wait(self.interval_seconds):
@@ -219,7 +221,7 @@ class StallWatchdog(threading.Thread):
                 self.end_process()
 
     def end_process(self) -> None:
-        """Print what the process was doing, and end the process with exit code 3."""
+        """Print the process's last activity, and end the process with exit code 3."""
         print(
             f"error: the process of rank {dist.get_rank()} has made no progress for "
             f"{self.minutes:g} minutes (stall_timeout_minutes). Its last activity is "
@@ -227,6 +229,6 @@ class StallWatchdog(threading.Thread):
             file=sys.stderr,
             flush=True,
         )
-        # gives the watchdogs of the other processes time to print their messages
+        # Wait, so that the watchdogs of the other processes can print their messages first.
         time.sleep(2 * self.interval_seconds)
         os._exit(EXIT_CODE_RUN_ABORTED)

@@ -1,14 +1,14 @@
-"""The self-check: before the first step, compare the training loss with a slow, plain computation.
+"""The self-check: before the first step, compare the training loss with a slow reference
+computation.
 
-The plain computation handles a few blocks of the first batch, one block at a time, without the
-optimisations of training. Each block's document alone runs through Hugging Face's layers and
-through the drafter, with an explicit attention mask, and the loss is the divergence's formula. The
+The reference computation handles a few blocks of the first batch, one block at a time, without the
+optimisations of training. It runs each block's document alone through Hugging Face's layers and
+through the drafter, with an explicit attention mask. Then it applies the divergence's formula. The
 training step computes these blocks together with all other blocks of the batch: with one attention
-mask for all, in chunks, and under torch.compile if that is on. The results must agree. The
-self-check costs one more forward pass of a batch, and a few forward passes of single documents.
+mask for all, in chunks, and under torch.compile if the option compile is true. The results must
+agree. The self-check costs one more forward pass of a batch, and a few forward passes of single
+documents.
 
-Shapes: K block size, L = K - 1 drafted positions, W positions of a block in the drafter, T length
-of a document, D hidden size, V vocabulary, r rank of a conditional head's correction.
 """
 
 from dataclasses import dataclass
@@ -40,22 +40,23 @@ if TYPE_CHECKING:
     from train.features import StoredFeatures
 
 TRAINING_SELF_CHECK_BLOCK_COUNT = 3
-# Two limits of the error of a position's divergence. The error is relative to the divergence, or
-# absolute if the divergence is below one nat. In float32 the first limit applies to the largest
-# error. Otherwise the second limit applies to the mean error: bfloat16 has only three digits, and a
-# document alone is rounded differently from the same document in a packed sequence. On the embedded
-# target (12 layers, 24 batches, both drafter families), the largest error was 1.4e-6 in float32 and
-# 0.013 in bfloat16; errors are larger with targets of more layers.
+# The self-check compares the divergence at each drafted position with its reference value. The
+# error is relative to the reference value, or absolute if this value is below one nat. In float32
+# the largest error is limited. In bfloat16 only the mean error is limited, because bfloat16 has
+# three digits and a document alone is rounded differently from the same document in a packed
+# sequence. On the embedded target (12 layers, 24 batches, both drafter families), the largest error
+# was 1.4e-6 in float32 and 0.013 in bfloat16. Errors are larger with targets of more layers.
 MAX_TRAINING_SELF_CHECK_FLOAT32_ERROR = 1e-4
 MAX_TRAINING_SELF_CHECK_MEAN_ERROR = 0.05
 
 
 class TrainingLossCheck:
-    """Computes the divergences of a few blocks slowly, and compares them with the training step's.
+    """Computes the divergences of a few training blocks slowly, one block at a time, and compares
+    them with the divergences of the training step.
 
-    The constructor runs the slow computation. It must run before the engine is built, because the
-    engine can shard the drafter. The attributes `batch` and `blocks` are the inputs for which the
-    training step must then be computed.
+    The constructor runs the slow computation. Create this object before the DeepSpeed engine,
+    because the engine can shard the drafter. Then compute the loss of the attributes `batch` and
+    `blocks` in the same way as a training step, and give it to `compare`.
     """
 
     @torch.no_grad()
@@ -77,27 +78,29 @@ class TrainingLossCheck:
             and target.dtype == compute_dtype(config, target.device) == torch.float32
         )
 
-        # Every process checks the same number of blocks: each forward pass of a sharded target
-        # needs all processes, so all must run equally many.
+        # Every process must check the same number of blocks, because all processes take part in
+        # each forward pass of a sharded target.
         valid_slots = self.blocks.valid.nonzero().tolist() or [[0, 0]]
-        self.checked_slots = []  # (index of the packed sequence in the batch, anchor slot)
+        # the checked blocks, as (index of the packed sequence, index of the block in the sequence)
+        self.checked_slots = []
         for i in range(TRAINING_SELF_CHECK_BLOCK_COUNT):
             index = i * (len(valid_slots) - 1) // (TRAINING_SELF_CHECK_BLOCK_COUNT - 1)
             self.checked_slots.append(valid_slots[index])
         plain = _PlainComputation(drafter, target, config, self.batch, self.blocks)
         expected = [plain.compute_block(row, slot) for row, slot in self.checked_slots]
-        self.expected = torch.stack(expected)  # (TRAINING_SELF_CHECK_BLOCK_COUNT, L)
+        self.expected = torch.stack(expected)  # (number of checked blocks, num_drafted)
 
     def compare(self, result: BlockLoss) -> str:
-        """Compare the slow computation with the training step's `result` for the attributes `batch`
-        and `blocks`. Return a sentence for the user about the difference.
+        """Compare the slow computation with the training step, and return a sentence for the user
+        that states the difference.
 
+        result: the loss that the training step computes for the attributes `batch` and `blocks`.
         Raises RunAborted if the difference is larger than rounding explains.
         """
         num_slots = self.blocks.anchors.shape[1]
         actual = torch.stack(
             [result.divergences[row * num_slots + slot] for row, slot in self.checked_slots]
-        )  # (TRAINING_SELF_CHECK_BLOCK_COUNT, L)
+        )  # (number of checked blocks, num_drafted)
         errors = (actual - self.expected).abs() / self.expected.abs().clamp(min=1)
         if self.is_exact:
             error = errors.max().item()
@@ -109,13 +112,14 @@ class TrainingLossCheck:
             limit = MAX_TRAINING_SELF_CHECK_MEAN_ERROR
             statistic = "on average"
 
-        is_within_limit = error <= limit  # false if the error is NaN
+        is_within_limit = error <= limit  # also False if the error is NaN
         if not is_within_limit:
             raise RunAborted(
-                "self-check: the training step and a plain computation of the same blocks differ "
-                f"by {statistic} {error:.1e}, and rounding explains only {limit:.0e}. The "
-                "attention mask, the objective or the compilation is wrong on this machine. "
-                "compile=false turns the compilation off, self_check=false turns this check off"
+                "self-check: the divergences of the training step and of a slow reference "
+                f"computation differ by {statistic} {error:.1e}, and rounding explains only "
+                f"{limit:.0e}. The attention mask, the loss or the compilation is wrong on this "
+                "machine. Try compile=false, which turns torch.compile off. self_check=false turns "
+                "this check off"
             )
         return (
             f"self-check: {TRAINING_SELF_CHECK_BLOCK_COUNT} blocks computed one at a time differ "
@@ -125,23 +129,25 @@ class TrainingLossCheck:
 
 @dataclass(frozen=True)
 class _PlainComputation:
-    """The slow computation of the loss of single blocks of a batch."""
+    """A slow computation of the training loss of single blocks, as the reference for the training
+    step."""
 
     drafter: Drafter
     target: Target
     config: TrainConfig
-    # The key is a column of the data set, for example "ids". The value has the shape (packed
-    # sequences, tokens); columns of stored features have further dimensions.
+    # Keys are columns of the data set, for example "ids". Values have the shape (packed sequences,
+    # tokens); columns with stored hidden states of the target have further dimensions.
     batch: dict[str, torch.Tensor]
     blocks: Blocks
 
     def compute_block(self, row: int, slot: int) -> torch.Tensor:
-        """Return the divergence at each drafted position of one block, (L,). It is 0 at positions
-        without loss.
+        """Return the divergence of target and drafter at each drafted position of one block,
+        (num_drafted,). It is 0 at positions without loss.
 
-        row: index of the packed sequence in the batch. slot: the block's anchor slot.
+        row: index of the packed sequence in the batch. slot: index of the block in this sequence.
         """
-        drafter: Any = self.drafter  # `prepare_inputs` is defined only by its subclasses
+        # of type Any, because only subclasses of Drafter define `prepare_inputs`
+        drafter: Any = self.drafter
         target = self.target
         anchor_in_row = int(self.blocks.anchors[row, slot])
         documents = self.batch["documents"][row]
@@ -162,7 +168,8 @@ class _PlainComputation:
             masks.append(to_additive_mask(mask.to(target.device), dtype))
         anchors = torch.tensor([[anchor]], device=target.device)
         inputs = drafter.prepare_inputs(target, ids, positions, anchors)
-        states = drafter(features.context.to(dtype), positions, *inputs, *masks)[0]  # (W, D)
+        # (num_queries, hidden_size)
+        states = drafter(features.context.to(dtype), positions, *inputs, *masks)[0]
         supervised = self.blocks.supervised[row, slot].tolist()
         return self.compute_divergences(
             states.to(target.dtype), features, ids[0], anchor, supervised
@@ -171,11 +178,15 @@ class _PlainComputation:
     def compute_features(
         self, row: int, start: int, end: int, ids: torch.Tensor, positions: torch.Tensor
     ) -> Features:
-        """Return the target's features of one document. Stored features are returned if the batch
-        has them; otherwise Hugging Face's layers compute the features.
+        """Return the target's features (the hidden states that the drafter reads, and the last
+        hidden states) of one document.
 
-        row, start, end: the document's packed sequence in the batch, and its range of tokens there.
-        ids, positions: (1, T) the document's token ids and positions.
+        If the batch has stored features, these are returned. Otherwise Hugging Face's layers
+        compute the features.
+
+        row: index of the document's packed sequence in the batch. start, end: the document's range
+        of tokens in this sequence. ids, positions: (1, num_tokens) the document's token ids and
+        positions.
         """
         if "context" not in self.batch:
             documents = torch.zeros_like(ids)
@@ -189,8 +200,11 @@ class _PlainComputation:
         return dequantise_features(stored, self.target.dtype)
 
     def compute_target_log_probs(self, features: Features, position: int) -> torch.Tensor:
-        """Return the target's log-probabilities at a position of a document, for the tokens of the
-        drafter's vocabulary."""
+        """Return the target's log-probabilities of the next token after a position of a document,
+        for the tokens of the drafter's vocabulary.
+
+        features: the target's hidden states of the document.
+        """
         products = F.linear(features.last_hidden_states[0, position], self.target.head_weight)
         logits = self.target.logit_scale(products.float())
         draft_logits = self.drafter.vocabulary.select_columns(logits)
@@ -205,19 +219,21 @@ class _PlainComputation:
         anchor: int,
         supervised: list[bool],
     ) -> torch.Tensor:
-        """Return the divergence at each drafted position of a block, (L,). It is 0 at positions
-        without loss.
+        """Return the divergence of target and drafter at each drafted position of a block,
+        (num_drafted,). It is 0 at positions without loss.
 
-        states: (W, D) the drafter's hidden states for the block. features: the target's features of
-        the block's document. ids: (T,) the document's token ids. anchor: the anchor's position in
-        the document. supervised: for each of the L drafted positions, whether it has a loss.
+        states: (num_queries, hidden_size) the drafter's hidden states for the block.
+        features: the target's hidden states of the block's document.
+        ids: (num_tokens,) the document's token ids.
+        anchor: position in the document of the block's first token.
+        supervised: for each drafted position, whether it has a loss.
         """
         drafter = self.drafter
         target = self.target
         config = self.config.objective
         formula = DIVERGENCE_TABLE[config.divergence].formula
         drafter_head = get_head_weight(drafter, target).to(target.dtype)
-        draft_states = states[drafter.first_draft_slot :]  # (L, D)
+        draft_states = states[drafter.first_draft_slot :]  # (num_drafted, hidden_size)
         num_drafted = len(draft_states)
 
         conditioned = HeadOutput(draft_states)
@@ -232,7 +248,7 @@ class _PlainComputation:
             if not supervised[t]:
                 continue
             label = drafter.vocabulary.ids_to_columns(ids[anchor + t + 1])
-            if label < 0:  # the label is not in the drafter's vocabulary
+            if label < 0:  # -1 means that the label is not in the drafter's vocabulary
                 continue
             log_p = self.compute_target_log_probs(features, anchor + t)
             products = F.linear(conditioned.head_input[t].to(target.dtype), drafter_head)
@@ -257,11 +273,13 @@ class _PlainComputation:
     def apply_correction(
         self, uncorrected: torch.Tensor, correction: torch.Tensor, label: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Apply the conditional head's correction at one drafted position.
+        """Add the conditional head's correction to the logits of one drafted position.
 
-        uncorrected: (V,) the logits before the correction. correction: (r,) the head's vector.
-        label: scalar, the true token. Returns the corrected logits (V,), and which tokens are
-        excluded because they are not among the head's candidates, (V,) bool.
+        uncorrected: (vocab_size,) the logits before the correction. correction: (rank,) the vector
+        that the head computed for this position. label: scalar, the true token.
+
+        Returns the corrected logits (vocab_size,), and whether each token is left out of the
+        comparison because it is not among the head's candidates, (vocab_size,) bool.
         """
         head = self.drafter.conditional_head
         assert head is not None
@@ -281,12 +299,14 @@ class _PlainComputation:
 def build_block_mask(
     block_start: int, length: int, width: int, causal: bool, window: int | None
 ) -> torch.Tensor:
-    """Return the attention mask of one block, (1, 1, W, T + W) bool: whether each of the block's W
-    queries sees each of the T context positions and W block positions.
+    """Return the attention mask of one block, (1, 1, width, length + width) bool: which of the
+    document's positions and of the block's own positions each query of the block sees.
 
-    block_start: position of the block's first query in the document. length: T, the length of the
-    document. width: W, the number of queries. causal: whether a query sees only earlier positions
-    of the block and itself. window: size of the sliding window, None for no window.
+    block_start: position of the block's first query in the document.
+    length: number of tokens of the document.
+    width: number of queries of the block.
+    causal: whether a query sees, within the block, only itself and earlier positions.
+    window: size of the sliding window, None for no window.
     """
     block_positions = block_start + torch.arange(width)
     context_positions = torch.arange(length)
@@ -294,7 +314,7 @@ def build_block_mask(
     sees_block = torch.ones(width, width, dtype=torch.bool)
     if causal:
         sees_block = sees_block.tril()
-    mask = torch.cat([sees_context, sees_block], 1)  # (W, T + W)
+    mask = torch.cat([sees_context, sees_block], 1)  # (width, length + width)
     if window is not None:
         all_positions = torch.cat([context_positions, block_positions])
         mask = mask & ((block_positions[:, None] - all_positions).abs() < window)

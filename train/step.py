@@ -1,13 +1,14 @@
 """One training step.
 
-1. The frozen target computes context features and last hidden states of the packed sequences.
-2. The drafter processes the blocks behind all anchors in one forward pass.
-3. At every drafted position, the drafter's distribution is compared with the target's.
-4. The loss is the weighted sum of these divergences. It is differentiated, and the optimiser takes
-   one step.
+1. The frozen target computes the hidden states of the packed sequences that the drafter reads, and
+   the last hidden states.
+2. The drafter processes all training blocks in one forward pass. A block starts at an anchor, a
+   position of a packed sequence.
+3. At every drafted position, the divergence between the drafter's and the target's distribution is
+   computed.
+4. The loss is the weighted sum of these divergences. The optimiser takes one step with its
+   gradient.
 
-Shapes: B packed sequences, T tokens each, N anchors, K block size, L = K - 1 drafted positions,
-G = B * N blocks, W positions of a block in the drafter, D hidden size, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -45,8 +46,11 @@ if TYPE_CHECKING:
 
 
 def count_supervised_positions(micro_batches: list[MicroBatch]) -> torch.Tensor:
-    """Return for each drafted position, (L,), the number of blocks with a loss there, over all
-    processes."""
+    """Count, for each drafted position of a block, the blocks that have a loss at this position.
+
+    The blocks of this step's micro-batches in all processes are counted. Returns (num_drafted,)
+    float32.
+    """
     counts = [micro_batch.blocks.supervised.sum((0, 1)) for micro_batch in micro_batches]
     supervised_counts = torch.stack(counts).sum(0).float()
     dist.all_reduce(supervised_counts)
@@ -64,26 +68,25 @@ def train_step(
 
     engine: the DeepSpeed engine around `drafter`.
 
-    The loss is divided by the total weight of all blocks in all micro-batches and processes, so it
-    does not depend on how the blocks are distributed over them. If the loss of any process is not
-    finite, the gradients of all processes become NaN, and all processes skip the step.
+    The loss is divided by the total weight of all drafted positions in all micro-batches and
+    processes. The loss therefore does not depend on the number of micro-batches and processes. If
+    the loss of any process is not finite, all processes skip the step.
     """
     device = target.device
     world_size = dist.get_world_size()
-    num_drafted = config.drafter.block_size - 1  # drafted positions of a block, L in shapes
+    num_drafted = config.drafter.block_size - 1  # drafted positions of a block
     micro_batches = [micro_batch.to_device(device) for micro_batch in micro_batches]
 
-    # the total weight of all supervised positions of the step
     weights = position_weights(config.objective, num_drafted).to(device, non_blocking=True)
     supervised_counts = count_supervised_positions(micro_batches)
     total_weight = (supervised_counts * weights).sum().clamp(min=1e-6)
-    # DeepSpeed averages gradients over processes and micro-batches. This factor turns the averages
-    # into sums divided by the total weight.
+    # DeepSpeed averages gradients over processes and micro-batches. This factor turns the average
+    # into the sum, divided by the total weight of all drafted positions.
     gradient_scale = world_size * len(micro_batches) / total_weight
 
     loss_sum = torch.zeros((), device=device)
     agreement_sum = torch.zeros(num_drafted, device=device)
-    # sum of the acceptance lengths of all blocks, and the number of blocks
+    # (sum of the acceptance lengths of all blocks, number of blocks)
     prefix_sum = torch.zeros(2, device=device)
     for micro_batch in micro_batches:
         blocks = micro_batch.blocks
@@ -97,14 +100,15 @@ def train_step(
         engine.backward(finite_or_nan * result.loss * gradient_scale)
         grad_norm = step_engine(engine)  # updates the weights only after the last micro-batch
 
-        agrees = result.agrees.view(blocks.supervised.shape) & blocks.supervised  # (B, N, L)
+        # (B, blocks per sequence, num_drafted)
+        agrees = result.agrees.view(blocks.supervised.shape) & blocks.supervised
         num_blocks = blocks.valid.sum()
         prefix_lengths = agrees.long().cumprod(-1).sum() + num_blocks
         loss_sum += result.loss.detach()
         agreement_sum += agrees.sum((0, 1))
         prefix_sum += torch.stack([prefix_lengths, num_blocks])
 
-    # all metrics are reduced in a single collective operation
+    # Reduce all metrics in a single collective operation.
     sums = torch.cat([loss_sum[None], agreement_sum, prefix_sum])
     dist.all_reduce(sums)
     return StepMetrics(
@@ -124,13 +128,14 @@ def compute_block_loss(
     chunk_plan: ChunkPlan | None = None,
     forward: Callable | None = None,
 ) -> BlockLoss:
-    """Run target and drafter on a batch of packed sequences, and return the loss of the blocks.
+    """Run target and drafter on a batch of packed sequences, and return the training loss of the
+    blocks in them.
 
-    batch: columns of the packed sequences, (B, T) each, and of their stored features if there are
-        any. Without stored features, the target computes the features.
+    batch: the columns of the packed sequences, (B, num_tokens, ...) each. If they include stored
+        hidden states of the target, the target is not run.
     chunk_plan: the result of `plan_chunks` for the blocks. None means that it is computed here.
-    forward: what is called for the drafter's forward pass, for example the DeepSpeed engine. None
-        means that the drafter itself is called.
+    forward: called in place of the drafter for its forward pass, for example the DeepSpeed engine
+        around it. None means that the drafter itself is called.
     """
     if "context" in batch:
         features = dequantise_features(batch, target.dtype)
@@ -152,14 +157,18 @@ def compute_drafter_states(
     features: Features,
     forward: Callable | None = None,
 ) -> torch.Tensor:
-    """Run the drafter on all blocks, and return its hidden states at all positions of the blocks,
-    (G, W, D), in the target's dtype.
+    """Run the drafter on all training blocks and return its hidden states, in the target's dtype.
 
-    features: the target's features of the batch. forward: see `compute_block_loss`.
+    batch: the columns of the packed sequences.
+    features: the target's hidden states of the packed sequences.
+    forward: called in place of the drafter for its forward pass. None means the drafter itself.
+
+    The result has the shape (num_blocks, num_queries, hidden_size), where num_queries is the number
+    of positions of a block in the drafter.
     """
     states = compute_packed_block_states(
         drafter, target, batch, blocks.anchors, features.context, forward or drafter
-    )  # (B, N, W, D)
+    )  # (B, blocks per sequence, num_queries, hidden_size)
     return states.flatten(0, 1).to(target.dtype)
 
 
@@ -173,27 +182,27 @@ def compute_loss_from_states(
     config: TrainConfig,
     chunk_plan: ChunkPlan | None = None,
 ) -> BlockLoss:
-    """Compare the drafter's distributions with the target's, and return the loss.
+    """Compare the drafter's distributions with the target's, and return the training loss.
 
-    states: (G, W, D) the drafter's hidden states. features: the target's features of the batch.
-    A conditional head gets the true previous tokens (teacher forcing).
+    states: (num_blocks, num_queries, hidden_size) the drafter's hidden states. features: the
+    target's hidden states of the batch. A conditional head gets the true previous tokens (teacher
+    forcing).
 
-    If the drafter has a reduced vocabulary, it learns the target's distribution renormalised over
-    that vocabulary. It learns only at positions whose true token belongs to the vocabulary
-    (EAGLE-3's mask). All other positions have weight 0, and still count in the divisor of the loss.
-    On text of the target, this multiplies a divergence by its probability of that vocabulary.
+    A drafter with a reduced vocabulary learns the target's distribution renormalised over this
+    vocabulary, and only at positions whose true token is in this vocabulary (EAGLE-3's mask). The
+    other positions have weight 0, but count in the total weight by which the loss is divided.
     """
-    num_drafted = blocks.supervised.shape[-1]  # drafted positions of a block, L in shapes
+    num_drafted = blocks.supervised.shape[-1]  # number of drafted positions of a block
     weights = position_weights(config.objective, num_drafted).to(states.device, non_blocking=True)
-    weights = (weights * blocks.supervised).flatten(0, 1)  # (G, L)
+    weights = (weights * blocks.supervised).flatten(0, 1)  # (num_blocks, num_drafted)
     divergence_weights = weights
-    labels = drafter.vocabulary.ids_to_columns(blocks.labels.flatten(0, 1))  # (G, L)
+    labels = drafter.vocabulary.ids_to_columns(blocks.labels.flatten(0, 1))
     if drafter.d2t is not None:
         divergence_weights = weights * (labels >= 0)
-        # the given plan has other weights: those of a drafter with the full vocabulary
+        # The given chunk plan is not valid: it was computed with other weights.
         chunk_plan = None
 
-    draft_states = states[:, drafter.first_draft_slot :]  # (G, L, D)
+    draft_states = states[:, drafter.first_draft_slot :]
     head_inputs = draft_states.flatten(0, 1)
     conditioned = correction = None
     head = drafter.conditional_head
@@ -220,7 +229,7 @@ def compute_loss_from_states(
         return result
 
     assert result.overlap is not None
-    logits = confidence_head(draft_states, conditioned)  # (G, L)
+    logits = confidence_head(draft_states, conditioned)  # (num_blocks, num_drafted)
     confidence_loss = compute_confidence_loss(logits, result.overlap, weights)
     return result._replace(loss=result.loss + confidence_loss)
 
@@ -228,10 +237,12 @@ def compute_loss_from_states(
 def compute_confidence_loss(
     logits: torch.Tensor, acceptance: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """Return the loss of the confidence head, a weighted sum of cross-entropies (scalar).
+    """Return the loss of the confidence head, a weighted sum of binary cross-entropies (scalar).
 
-    The confidence head predicts the probability that each draft is accepted. logits: its outputs.
-    acceptance: the true probabilities. weights: weights of the drafted positions. All are (G, L).
+    The confidence head predicts the probability that each draft is accepted.
+
+    logits: the outputs of the confidence head. acceptance: the true probabilities. weights: the
+    weights of the drafted positions. All three have the shape (num_blocks, num_drafted).
     """
     losses = F.binary_cross_entropy_with_logits(logits, acceptance.to(logits), reduction="none")
     return (losses * weights).sum()
@@ -240,10 +251,10 @@ def compute_confidence_loss(
 def build_correction(
     head: "Head", conditioned: "HeadOutput", dtype: torch.dtype
 ) -> LogitCorrection | None:
-    """Return the conditional head's correction of the logits of all blocks, None if the head
-    corrects no logits.
+    """Return what the conditional head adds to the logits of all blocks, or None for a head that
+    adds nothing to the logits.
 
-    conditioned: the output of the conditional head. dtype: the dtype of the correction's vectors.
+    conditioned: the output of the conditional head. dtype: dtype of `LogitCorrection.vectors`.
     """
     if conditioned.correction is None:
         return None
@@ -259,10 +270,12 @@ def run_conditional_head(
     blocks: Blocks,
 ) -> "HeadOutput":
     """Run the conditional head on all blocks and return its output. At each drafted position, the
-    head gets the true token before the label (teacher forcing).
+    head gets the true previous token (teacher forcing).
 
-    states: (G, W, D) the drafter's hidden states.
+    states: (num_blocks, num_queries, hidden_size) the drafter's hidden states. batch: the columns
+    of the packed sequences.
     """
-    bonus_tokens = batch["ids"].gather(1, blocks.anchors)[..., None]  # (B, N, 1)
-    previous_tokens = torch.cat([bonus_tokens, blocks.labels[..., :-1]], -1)  # (B, N, L)
+    bonus_tokens = batch["ids"].gather(1, blocks.anchors)[..., None]  # (B, blocks per sequence, 1)
+    # (B, blocks per sequence, num_drafted)
+    previous_tokens = torch.cat([bonus_tokens, blocks.labels[..., :-1]], -1)
     return teacher_force_head(drafter, target, states, previous_tokens.flatten(0, 1))

@@ -1,11 +1,5 @@
 """The memory of a training step. It is estimated by formulas from the target's config.json and the
-configuration of the run.
-
-Letters: B packed sequences of a micro-batch, T tokens each, N anchors per sequence, K block size,
-L = K - 1 drafted positions of a block, W queries of a block, Q = B * N * W queries of all blocks,
-D hidden size, A = attention heads * head size, A' = key-value heads * head size, I intermediate
-size, V tokens of the drafter's vocabulary.
-"""
+configuration of the run."""
 
 import os
 from dataclasses import replace
@@ -23,17 +17,19 @@ from train.engine import uses_torch_compile
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# number of gradients that ZeRO collects before it reduces them over processes (DeepSpeed's default)
+# DeepSpeed's default for the number of gradients that ZeRO collects before it reduces them over
+# processes
 GRADIENTS_PER_ZERO_BUCKET = 500_000_000
 MAX_MEMORY_SHARE = 0.9  # A step fits if its estimate is below this fraction of the device's memory.
 FLOAT32_BYTES = 4
 
 
 class StepShape:
-    """The sizes that determine the memory of a training step.
+    """The sizes that determine the memory of a training step: those of the target, of the drafter,
+    and of a micro-batch.
 
-    hf_config: the target's config.json. batch_size: number of packed sequences in a micro-batch;
-    None means that a step has a single micro-batch.
+    hf_config: the target's Hugging Face configuration. batch_size: number of packed sequences in a
+    micro-batch. None means `optim.batch_size`: a step has a single micro-batch.
     """
 
     def __init__(
@@ -48,39 +44,41 @@ class StepShape:
             drafter = create_drafter(config.drafter, None, text_config)
 
         num_blocks = batch_size * config.anchors_per_sequence
-        self.length = config.data.length  # tokens of a packed sequence, T
-        self.block_size = config.drafter.block_size  # block size, K
+        self.length = config.data.length  # number of tokens in a packed sequence
+        self.block_size = config.drafter.block_size
         window = min(config.drafter.sliding_window or self.length, self.length)
-        # number of context positions that a query sees on average
+        # number of context positions that a query of the drafter sees on average
         self.mean_visible_context = window - window**2 / (2 * self.length)
-        self.context_tokens = batch_size * self.length  # tokens of the batch, B * T
-        self.queries = num_blocks * drafter.num_queries  # queries of all blocks, Q
-        # drafted positions of all blocks, B * N * L
+        self.context_tokens = batch_size * self.length  # number of tokens in a micro-batch
+        # number of the drafter's attention queries in all blocks of a micro-batch
+        self.queries = num_blocks * drafter.num_queries
+        # number of drafted positions in all blocks of a micro-batch
         self.drafted_positions = num_blocks * (self.block_size - 1)
         self.chunk_rows = min(config.objective.chunk_rows, self.drafted_positions)
 
         self.drafter_layers = config.drafter.layers
         self.drafter_parameters = sum(parameter.numel() for parameter in drafter.parameters())
-        # tokens of the drafter's vocabulary, V
+        # number of tokens of the drafter's vocabulary
         self.draft_vocabulary = get_draft_vocab_size(drafter.config)
-        self.feature_layers = len(drafter.layer_ids)  # target layers that the drafter reads
-        # input size of the drafter's query, key and value projections
+        # number of target layers whose hidden states the drafter reads
+        self.feature_layers = len(drafter.layer_ids)
+        # input features of the drafter's query, key and value projections
         self.projection_inputs = next(
             weight.shape[1]
             for name, weight in drafter.named_parameters()
             if name.endswith("q_proj.weight")
         )
 
-        self.hidden_size = text_config.hidden_size  # hidden size, D
+        self.hidden_size = text_config.hidden_size
         self.vocabulary = text_config.vocab_size
-        self.intermediate_size = get_mlp_size(text_config)  # intermediate size, I
-        # attention heads * head size, A
+        self.intermediate_size = get_mlp_size(text_config)
+        # number of attention heads * head size
         self.query_size = text_config.num_attention_heads * get_head_size(text_config)
-        # key-value heads * head size, A'
+        # number of key-value heads * head size
         self.key_value_size = get_num_key_heads(text_config) * get_head_size(text_config)
         self.target_layers = text_config.num_hidden_layers
         self.target_parameters = sum(parameter.numel() for parameter in model.parameters())
-        # the parameters of the target's embedding and head, which can be the same tensor
+        # Count the parameters of the target's embedding and head, which can be the same tensor.
         table_parameters = {}
         for table in (model.get_input_embeddings(), model.get_output_embeddings()):
             for parameter in table.parameters():
@@ -96,8 +94,9 @@ def estimate_step_memory(
     drafter_itemsize: int,
     cuda: bool,
 ) -> dict[str, float]:
-    """Return the memory that a step needs at its peak on one device. Key: a part of the memory, for
-    example "gradients". Value: its bytes.
+    """Return the memory that a training step needs at its peak on one device.
+
+    Keys of the result are the parts of the memory, for example "gradients". Values are bytes.
 
     world_size: number of processes. target_itemsize: bytes of one weight of the target.
     drafter_itemsize: bytes of one number in the drafter's matmuls, 2 with bfloat16. cuda: whether
@@ -105,7 +104,8 @@ def estimate_step_memory(
     """
     stage = config.deepspeed.stage
     parameters = shape.drafter_parameters
-    # the optimiser has two float32 moments, and with stages 1 and 2 a float32 copy of the weights
+    # The optimiser has two float32 moments. With ZeRO stages 1 and 2, it also has a float32 copy of
+    # the weights.
     moments = 8 * parameters + (4 * parameters if stage in (1, 2) else 0)
     optimiser = moments / (world_size if stage >= 1 else 1)
     drafter = FLOAT32_BYTES * parameters / (world_size if stage == 3 else 1)
@@ -114,24 +114,26 @@ def estimate_step_memory(
 
     features = target_itemsize * shape.context_tokens * shape.hidden_size
     features *= shape.feature_layers + 1
-    if target_itemsize != FLOAT32_BYTES:  # the drafter needs a float32 copy of the features
+    # The drafter reads the target's hidden states in float32; other dtypes are copied to float32.
+    if target_itemsize != FLOAT32_BYTES:
         features += FLOAT32_BYTES * shape.context_tokens * shape.feature_layers * shape.hidden_size
 
     activations = _estimate_activations(shape, config, drafter_itemsize, cuda)
     gradients = FLOAT32_BYTES * parameters / (world_size if stage >= 2 else 1)
     is_single_pass = config.optim.batch_size * shape.length <= shape.context_tokens * world_size
-    # With a single micro-batch, gradients are allocated in the backward pass while activations are
-    # freed, so only the difference counts.
+    # With a single micro-batch, the backward pass allocates gradients while it frees activations.
+    # Only the part of the gradients that exceeds the activations needs additional memory.
     if is_single_pass:
         gradients = max(0, gradients - activations["saved"])
     if stage:
         gradients += FLOAT32_BYTES * min(parameters, GRADIENTS_PER_ZERO_BUCKET)
 
-    # the target's forward pass ends before the drafter's activations exist, so it can use the same
-    # memory
+    # The target's forward pass ends before the drafter's activations exist. Both can therefore use
+    # the same memory.
     target_pass = target_itemsize * shape.context_tokens
     target_pass *= 3 * shape.intermediate_size + 4 * shape.hidden_size + shape.query_size
-    # distinct teacher rows per drafted position (see chunk_plan.py), an estimate
+    # Estimate how many different hidden states of the target the drafter is compared with, per
+    # drafted position. Several drafted positions can share one (see chunk_plan.py).
     distinct_share = min(1, shape.context_tokens / shape.drafted_positions)
     chunk_tensors = 4 if cuda else 1 + distinct_share
     chunk = FLOAT32_BYTES * chunk_tensors * shape.chunk_rows * shape.draft_vocabulary
@@ -165,30 +167,30 @@ def _estimate_activations(
 ) -> dict[str, float]:
     """Return the bytes of the drafter's activations on one device.
 
-    The key "saved" has the bytes that are saved for the backward pass, "backward" those that the
-    backward pass needs temporarily. itemsize: bytes of one number in the drafter's matmuls. cuda:
-    whether the device is a GPU.
+    The value of the key "saved" is the memory that the forward pass saves for the backward pass.
+    The value of "backward" is the temporary memory of the backward pass. itemsize: bytes of one
+    number in the drafter's matmuls. cuda: whether the device is a GPU.
     """
     hidden = shape.hidden_size
-    # Under torch.compile, one copy of the outputs of norms and SiLU is not saved, because the
-    # backward pass recomputes it.
+    # torch.compile does not save one copy of the outputs of norms and SiLU, but recomputes it in
+    # the backward pass.
     recomputed = int(uses_torch_compile(config, cuda))
     per_query = (
         (5 - recomputed) * hidden
         + (4 - recomputed) * (shape.query_size + shape.intermediate_size)
         + 4 * shape.key_value_size
     )
-    # keys and values of the context; if the projections also read embeddings, these before and
-    # after their norm
+    # Keys and values of the context are saved. If the projections also read token embeddings, these
+    # are saved before and after their norm.
     per_context_token = 4 * shape.key_value_size + 8 * (shape.projection_inputs - hidden)
     layer = itemsize * (shape.queries * per_query + shape.context_tokens * per_context_token)
 
     mask = 0
-    # On a CPU, the attention mask is stored in float32: for each chunk of queries, over the keys
-    # that at least one query of the chunk sees.
+    # On a CPU, the float32 attention mask is saved. A chunk of queries has one mask, with a column
+    # for each key that at least one of the queries sees.
     if not cuda:
         mask = FLOAT32_BYTES * shape.queries * (shape.mean_visible_context + QUERIES_PER_MASK_CHUNK)
-    # activations before the first and after the last layer of the drafter
+    # bytes of the activations before the drafter's first layer and after its last layer
     outside_layers = FLOAT32_BYTES * (3 * shape.context_tokens + 6 * shape.queries) * hidden
     saved_per_layer = layer
     backward = 3 * itemsize * shape.queries * shape.intermediate_size
@@ -204,9 +206,9 @@ def _estimate_activations(
 def available_device_memory(device: torch.device, local_world_size: int) -> float:
     """Return the bytes of memory that one process may use on a device.
 
-    On a GPU these are the free memory and the memory that the process has reserved already. On a
-    CPU they are an equal share of the machine's memory. local_world_size: number of processes on
-    this machine.
+    On a GPU, this is the free memory plus the memory that this process has already reserved. On a
+    CPU, it is an equal share of the machine's memory. local_world_size: number of processes on this
+    machine.
     """
     if device.type == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(device)
@@ -224,11 +226,14 @@ def choose_recompute(
     device_bytes: float | None,
 ) -> tuple[TrainConfig, str]:
     """Decide whether to use gradient checkpointing. Return the configuration with the decision, and
-    a line for the user about the memory of a step.
+    a line about the memory of a step to print for the user.
 
-    If `config.gradient_checkpointing` is None, it becomes true only if a step would not fit in the
-    device's memory otherwise. device_bytes: memory of the device, None if the device is not on this
-    machine. The other arguments are those of `estimate_step_memory`.
+    If `config.gradient_checkpointing` is None, it becomes True if a step does not fit in the
+    device's memory without gradient checkpointing, and False otherwise. If it is not None, it stays
+    unchanged.
+
+    device_bytes: memory that one process may use, None if the device is not on this machine. The
+    other arguments are those of `estimate_step_memory`.
     """
     configs = {}
     step_bytes = {}
@@ -265,14 +270,14 @@ def choose_recompute(
         and step_bytes[gradient_checkpointing] > MAX_MEMORY_SHARE * device_bytes
     ):
         line += (
-            ". A step may not fit. Options that need less memory are optim.micro_batch_size=1, "
+            ". A step may not fit. Options that reduce the memory are optim.micro_batch_size=1, "
             "deepspeed=zero2, target.shard=true, and features= (stored features)"
         )
     return configs[gradient_checkpointing], line
 
 
 def format_bytes(size: float) -> str:
-    """Return a number of bytes as text in MB or GB."""
+    """Format a number of bytes as text, for example '1.5 GB' or '300.0 MB'."""
     if size >= 1e9:
         return f"{size / 1e9:,.1f} GB"
     return f"{size / 1e6:,.1f} MB"

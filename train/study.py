@@ -3,8 +3,8 @@ trained drafters on the same texts.
 
 A variant is the base configuration with some options changed. Each variant is trained once per
 seed, in an ordinary training run. The texts are the target's greedy answers to held-out prompts.
-A replay of the texts computes exactly how many tokens a drafter commits per round
-(infer/evaluation/replay.py).
+A replay lets each drafter draft along these known texts and counts exactly how many tokens it
+commits per round (infer/evaluation/replay.py).
 """
 
 import json
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 STUDY_METHODS = ("chain", "ddtree")  # decoding methods, named as in infer.trees.methods
 STUDY_NODE_BUDGET = 16
-# Titles of the columns. τ is the acceptance length; the last column is the τ of the tree, divided
-# by that of the base configuration.
+# Column titles. τ is the acceptance length. The last column has the acceptance length with trees,
+# divided by the acceptance length with trees of the base configuration.
 STUDY_TABLE_COLUMNS = (
     "",
     "variant",
@@ -40,10 +40,12 @@ STUDY_TABLE_COLUMNS = (
     "tokens/s",
     "to the base",
 )
-STUDY_TEXTS_FILE = "texts.json"  # the texts, and the base configuration's options
-STUDY_RESULT_FILE = "study.json"  # in the folder of each run: the result of `replay_run`
+# in the study's folder: the texts on which drafters are compared, and the base configuration
+STUDY_TEXTS_FILE = "texts.json"
+# in the folder of each run: the result of `DrafterComparer.replay_run`
+STUDY_RESULT_FILE = "study.json"
 NUM_TIMED_PROMPTS = 4  # number of prompts that are decoded to measure the duration of a round
-MAX_RUN_NAME_CHARACTERS = 150  # longest name of a run, not counting the seed
+MAX_RUN_NAME_CHARACTERS = 150  # maximum length of a run's name without the seed
 
 
 @dataclass
@@ -51,7 +53,7 @@ class StudyCommand:
     """Train several variants of a base configuration and compare their drafters. If the command is
     run again, it continues a study that was stopped, and adds new variants and seeds.
 
-    base: options of the base configuration, which all runs have. Its options for target, data and
+    base: options of the base configuration, which all runs have. The options for target, data and
         evaluation decide which prompts are used for the comparison
     variants: for each variant, the options that it changes, separated by spaces. "" is the base
         configuration itself
@@ -65,7 +67,7 @@ class StudyCommand:
     out: str = "runs/study"
 
     def check(self) -> None:
-        """Raise ValueError for a variant that cannot be trained, and if the folder `out` has a
+        """Raise ValueError if the options of a variant are invalid, or if the folder `out` has a
         study with another base configuration."""
         require_at_least(self, seeds=1)
         texts_file = Path(self.out, STUDY_TEXTS_FILE)
@@ -74,14 +76,19 @@ class StudyCommand:
             if existing_base != self.base:
                 raise ValueError(
                     f"out={self.out} has a study with another base configuration, "
-                    f"base={existing_base}: choose another folder with out="
+                    f"base={existing_base}; base={self.base} is given. Choose another folder with "
+                    "out="
                 )
         for variant in self.variants:
             self.compose_run(variant, 0)
 
     def compose_run(self, variant: str, seed: int) -> TrainConfig:
-        """Return the configuration of a variant's training run with a seed. The run has no
-        evaluations. Raises ValueError, naming the variant, if its options are invalid."""
+        """Return the configuration of the training run of a variant with a seed. The run has no
+        evaluations.
+
+        variant: the options that the variant changes, separated by spaces; "" for the base
+        configuration. Raises ValueError, naming the variant, if the options are invalid.
+        """
         name = re.sub(r"[^\w.,+-]+", "_", variant or "base")[:MAX_RUN_NAME_CHARACTERS]
         run_options = [
             f"seed={seed}",
@@ -89,7 +96,8 @@ class StudyCommand:
             f"runs_dir={self.out}",
             "checkpoints=1",
             "evaluation.prompts=0",
-            # CPU time is measured, so that other programs take no training time from a variant
+            # Limit the CPU time, not the wall-clock time: other programs on this machine then do
+            # not shorten a variant's training.
             "optim.clock=processor",
         ]
         overrides = [*self.base, *shlex.split(variant), *run_options]
@@ -98,19 +106,19 @@ class StudyCommand:
         except ValueError as error:
             raise ValueError(
                 f"variants: {f'the variant {variant}' if variant else 'the base configuration'} "
-                f"is invalid. {error}"
+                f"is invalid: {error}"
             ) from error
 
 
 def run_study(config: StudyCommand) -> None:
-    """Train and measure the runs that do not exist yet, measure the duration of a round with one
-    drafter of each variant, and write the table and the figure."""
+    """Run `./launch.sh study`: train and evaluate all runs that have no result yet, time a decoding
+    round with one drafter of each variant, and write the table and the figure."""
     evaluator = None
     results: dict[str, list[dict]] = {}
     timed_runs: dict[str, Path] = {}
     with explain_interrupt("the same command continues from there"):
-        # the variants are trained one after the other for each seed, so that slow changes of the
-        # machine's speed affect all variants alike
+        # Train all variants with one seed before the next seed, so that slow changes of the
+        # machine's speed affect all variants alike.
         for seed, variant in product(range(config.seeds), config.variants):
             run = config.compose_run(variant, seed)
             folder = Path(run.runs_dir, run.name)
@@ -129,7 +137,7 @@ def run_study(config: StudyCommand) -> None:
 
 
 def train_and_exit(run: TrainConfig) -> None:
-    """Train as configured in this process, and then end the process."""
+    """Train a drafter as configured in this process, and then end the process."""
     from train.main import leave_process
 
     with leave_process(), report_errors_and_exit():
@@ -139,7 +147,7 @@ def train_and_exit(run: TrainConfig) -> None:
 
 
 def train_in_subprocess(run: TrainConfig) -> None:
-    """Train in a new process, so that all memory of the training is freed at its end. Raises
+    """Train a drafter in a new process, so that all memory is freed after the training. Raises
     RunAborted if the training fails."""
     from multiprocessing import get_context
 
@@ -147,23 +155,23 @@ def train_in_subprocess(run: TrainConfig) -> None:
     context.set_forkserver_preload(["train.loop"])
     process = context.Process(target=train_and_exit, args=(run,))
     process.start()
-    HEARTBEAT.set_activity(None)  # the new process reports its own progress
+    HEARTBEAT.set_activity(None)  # only the new process reports its progress
     try:
         process.join()
     finally:
         process.join()  # after Ctrl-C, wait until the process has saved its run
     if process.exitcode:
         raise RunAborted(
-            f"the training run {run.name} failed with exit code {process.exitcode}; its error "
-            "message is printed above"
+            f"the training run {run.name} failed with exit code {process.exitcode}; see the error "
+            "message above"
         )
 
 
 class DrafterComparer:
-    """Compares drafters on the same texts: the target's greedy answers to held-out prompts."""
+    """Measures drafters on the same texts: the target's greedy answers to held-out prompts."""
 
     def __init__(self, config: StudyCommand) -> None:
-        """Load the target, and let it generate the answers, unless the study's folder already has
+        """Load the target. If the study's folder has no texts yet, let the target generate and save
         them."""
         from data.prompts import select_evaluation_prompts
         from infer.api import decode_prompts
@@ -190,12 +198,18 @@ class DrafterComparer:
             answers = decode_prompts(self.target, None, prompt_ids, self.baseline_options)
             texts = [(answer.prompt, answer.ids) for answer in answers if len(answer.ids) > 1]
             write_json(texts_file, {"base": list(config.base), "texts": texts})
-        # for each text, the token ids of its prompt and of its answer
+        # for each text, a pair: the token ids of the prompt, and the token ids of the answer
         self.texts = json.loads(texts_file.read_text())["texts"]
 
     def replay_run(self, run: Path) -> dict:
-        """Replay the texts with a run's final drafter. Return the number of training steps, and for
-        each of STUDY_METHODS how many tokens the drafter commits per round on each text."""
+        """Compute how many tokens per round the drafter of a training run commits on the texts.
+
+        run: the folder of the run; its last checkpoint is used.
+
+        The returned dictionary has two keys. The value of "steps" is the number of training steps.
+        The value of "commits" is a dictionary: keys are STUDY_METHODS, values are lists with, for
+        each text, the numbers of tokens that the prefill and each round commit.
+        """
         from infer.evaluation.replay import ReplayVariant, replay_sequences
         from infer.formats.checkpoint import load_drafter
         from train.run.checkpoints import list_checkpoints, parse_step
@@ -216,11 +230,14 @@ class DrafterComparer:
         return {"steps": parse_step(checkpoint), "commits": commits}
 
     def time_rounds(self, runs: dict[str, Path]) -> dict[tuple[str, str], float]:
-        """Return the seconds of a decoding round by (variant, method). A share of the prefill's
-        time is included.
+        """Measure the duration of a decoding round for each variant and decoding method.
 
-        runs: the folder of one run of each variant. The drafters get the target's quantization, as
-        in the command `eval`. Variants and methods take turns in decoding the same prompts.
+        runs: keys are variants, values are the folder of one training run. The keys of the returned
+        dictionary are (variant, method), the values are seconds per round. The time of the prefill
+        is included and divided among the rounds.
+
+        The drafters get the target's quantization, as in the command `eval`. Variants and methods
+        take turns in decoding the same prompts.
         """
         from infer.evaluation.measurement import DecodingVariant, measure_variants
         from infer.formats.checkpoint import load_drafter
@@ -252,11 +269,11 @@ class DrafterComparer:
 def write_study_table(
     results: dict[str, list[dict]], round_seconds: dict[tuple[str, str], float], out: Path
 ) -> None:
-    """Print and write a table with one line per variant, and write a figure. The variants are
-    sorted by their acceptance length with trees, the largest first.
+    """Print a table with one line per variant, write it to study.md, and write the figure
+    study.svg. The variant with the largest acceptance length with trees comes first.
 
-    results: for each variant, the results of its runs (from `DrafterComparer.replay_run`). The
-        first variant is the one that all are compared with.
+    results: keys are variants, values are the results of their runs, from
+        `DrafterComparer.replay_run`. All variants are compared with the first variant.
     round_seconds: the result of `DrafterComparer.time_rounds`.
     out: the folder to write to.
     """
@@ -297,10 +314,12 @@ def write_study_table(
 def pool_acceptance(
     runs: list[dict], method: str, base_runs: list[dict] | None = None
 ) -> tuple[float, list[float] | None]:
-    """Return the acceptance length of all runs together and its confidence interval over texts.
+    """Return the acceptance length of all runs together, and its confidence interval over texts:
+    [low, high], or None with too few texts.
 
-    method: one of STUDY_METHODS. With `base_runs`, the ratio of the acceptance lengths of `runs`
-    and `base_runs` is returned instead, also with its confidence interval.
+    runs: results of `DrafterComparer.replay_run`. method: one of STUDY_METHODS. If `base_runs` is
+    given, the ratio of the acceptance lengths of `runs` and `base_runs` and the confidence interval
+    of this ratio are returned instead.
     """
     import numpy as np
 

@@ -1,15 +1,15 @@
-"""The table that is printed at the end of a sweep (several runs with the option -m). It has the
-results of all runs of the sweep."""
+"""The table of results that is printed at the end of a sweep: several training runs that one
+command starts with Hydra's option -m."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hydra.experimental.callback import Callback
 
-# Titles of the columns. τ is the acceptance length.
+# column titles; τ is the acceptance length
 SWEEP_COLUMNS = ("run", "step", "chain: τ", "speedup", "best tree", "τ", "speedup")
 
-# Hydra imports this file before the options are checked, so the file must be imported fast.
+# Hydra imports this file before the options are checked. Slow imports would delay error messages.
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
@@ -17,27 +17,31 @@ if TYPE_CHECKING:
 
 
 class SweepTable(Callback):
-    """A Hydra callback that prints a table after all runs of a sweep. conf/hydra/run.yaml registers
-    it for the training command."""
+    """A Hydra callback that prints a table of results after the last run of a sweep.
+    conf/hydra/run.yaml registers this callback for the training command."""
 
     def on_multirun_end(self, config: "DictConfig", **kwargs: object) -> None:
-        """Print the table with the results of all runs of the sweep."""
+        """Print the table of results of all runs of a sweep. Hydra calls this method after the last
+        run. config: the configuration, including Hydra's own options."""
         folder = Path(config.hydra.sweep.dir)
         print(
-            f"\nThe runs in {folder}. A line has the results of the run's best checkpoint on the "
-            "run's own held-out prompts:\n"
+            f"\nThe runs in {folder}. Each line has the results of a run's best checkpoint on the "
+            "held-out prompts of this run:\n"
         )
         print(format_sweep_table(folder), flush=True)
 
 
 def format_sweep_table(folder: Path) -> str:
-    """Return a Markdown table with one line per run in a sweep's folder. The runs are sorted by
-    their acceptance length with a chain, the largest first; runs without an evaluation come last.
+    """Return a Markdown table with one line for each run of a sweep.
+
+    folder: the sweep's folder, which contains the runs' folders. The runs are sorted by their
+    acceptance length with chain drafting, the largest first. Runs without an evaluation come last.
     """
     from infer.evaluation.results import Evaluation, read_result
     from infer.evaluation.tables import MISSING_CELL, format_markdown_table
 
-    lines = []  # for each run, the acceptance length of the chain and the cells of its line
+    # for each run, a tuple: the acceptance length with chain drafting, and the cells of the line
+    lines = []
     for checkpoints in folder.rglob("checkpoints"):
         run = str(checkpoints.parent.relative_to(folder))
         result_file = checkpoints / "best" / "evaluation" / "evaluation.json"
@@ -61,8 +65,8 @@ def format_sweep_table(folder: Path) -> str:
 
 
 def format_method_cells(method: "MethodResult | None") -> list[str]:
-    """Return three cells of the table: a method's label, acceptance length and speedup. If `method`
-    is None, the cells are dashes."""
+    """Return three cells of the table for a decoding method: its label, its acceptance length and
+    its speedup. If `method` is None, the cells are dashes."""
     from infer.evaluation.tables import MISSING_CELL, format_method_row
 
     if method is None:

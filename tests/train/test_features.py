@@ -149,7 +149,7 @@ def test_a_stopped_run_is_continued(bfloat16_target, dataset, stored_folder, tmp
     options = make_config(tmp_path / "again")
     with pytest.raises(KeyboardInterrupt):
         write_features(options, bfloat16_target, FEATURE_LAYERS, dataset, stop)
-    with pytest.raises(ValueError, match="has only some of the features"):
+    with pytest.raises(ValueError, match="has the hidden states of only some packed sequences"):
         StoredFeatures(options.out)
     (tmp_path / "again" / ".shard-00002.safetensors").write_bytes(b"half a shard")
     reported = []

@@ -106,7 +106,7 @@ def test_too_many_skipped_steps_stop_the_run(small, run_here, monkeypatch, tmp_p
 
     with pytest.raises(
         RunAborted,
-        match=r"step 3 is skipped, because its loss and.* are \d+, \d+\..*3 skipped steps in a row",
+        match=r"step 3 is skipped, because its loss and.* \d+, \d+\..*3 steps in a row were",
     ):
         run_here(config)
     assert [line["grad_norm"] for line in read_step_metrics(tmp_path / "small")] == [None] * 3

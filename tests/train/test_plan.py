@@ -161,7 +161,7 @@ def test_a_plan_counts_the_data_that_the_run_reads(small, tmp_path, capsys):
     dataset = plan.prepare_local_data(config, tokenizer).dataset
     plan.print_plan(config)
     printed = capsys.readouterr().out
-    assert f"data       {len(dataset)} rows" in printed
+    assert f"data       {len(dataset)} packed sequences" in printed
     assert f"time       {count_total_steps(config, len(dataset)):,} steps" in printed
     assert "mask token 1 (<|mask|>)" in printed and "activations" in printed
     hf_config = load_target_config(config)

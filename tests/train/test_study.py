@@ -67,6 +67,6 @@ def test_variants_are_trained_for_the_same_processor_time():
 
 def test_a_variant_that_cannot_be_trained_is_named():
     with pytest.raises(
-        ValueError, match=r"head=nothing is invalid\. In 'train': Could not find 'head/nothing'"
+        ValueError, match=r"head=nothing is invalid: In 'train': Could not find 'head/nothing'"
     ):
         StudyCommand(variants=["", "head=nothing"]).check()

@@ -9,13 +9,13 @@ from infer.utils.checks import require_at_least, require_one_of, require_positiv
 
 @dataclass
 class DiffusionConfig:
-    """Options for the training of a masked diffusion model. The defaults are those of the small
+    """Options for the training of a masked diffusion language model. The defaults train the small
     diffusion model that benchmarks/embedded_model.py describes.
 
     out: the folder that the command writes
     seed: seed of the order of the data and of the masking
-    init: the causal model to start from, and its tokenizer. A folder or hub id of a Qwen3 model;
-        'embedded' is the small model that this project contains
+    init: the causal language model to start from, and its tokenizer. A folder or hub id of a Qwen3
+        model; 'embedded' is the small model that this project contains
     mask_token_id: id of the mask token. null means the tokenizer's mask token, or an unused token
         id if the tokenizer has none
     block_length: number of tokens of a block in decoding. In training, one block of each document
@@ -63,8 +63,8 @@ class DiffusionConfig:
         require_one_of(self, weighting=("elbo", "flat"))
 
     def data_configs(self) -> list[DataConfig]:
-        """Return the options of each data set. Every batch has equally many packed sequences of
-        each."""
+        """Return the options of each training data set. Every batch has the same number of packed
+        sequences from each data set."""
         if self.path is not None:
             return [DataConfig(source="jsonl", path=self.path, length=self.length)]
         return [DataConfig(source=source, length=self.length) for source in ("stdlib", "embedded")]

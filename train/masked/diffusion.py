@@ -11,11 +11,11 @@ process, without DeepSpeed.
     <out>/model/          config.json with mask_token_id and masked_diffusion, model.safetensors,
                           tokenizer
     <out>/metrics.jsonl   one line per step with the loss, and one line per evaluation with the
-                          held-out bound
+                          upper bound on held-out text
     <out>/options.json    the resolved configuration
 
-The held-out bound is an upper bound on the negative log-likelihood of held-out text, in nats per
-token (see objective.py).
+The upper bound on held-out text is a bound on its negative log-likelihood, in nats per token (see
+objective.py).
 """
 
 import json
@@ -61,26 +61,27 @@ LEARNING_RATE_WARMUP_STEP_SHARE = 0.05  # fraction of all steps in which the lea
 LEARNING_RATE_DECAY_STEP_SHARE = 0.9  # fraction of all steps in which the learning rate falls
 MUON_WEIGHT_DECAY = 0.05
 DIFFUSION_MAX_GRADIENT_NORM = 1.0
-# arguments of `seeded_generator`: training and evaluation draw different random numbers
+# Keys of `seeded_generator`. They differ, so that training and evaluation draw different random
+# numbers.
 TRAINING_NOISE_STREAM = 0
 HELD_OUT_NOISE_STREAM = 1
-# fraction of the training sequences whose documents are masked as a whole, for any block length
+# Fraction of the training sequences in which whole documents are masked instead of one block per
+# document.
 SHARE_OF_SEQUENCES_WITHOUT_BLOCKS = 0.25
-SAVE_INTERVAL_STEPS = 40  # steps between saves, each with a measurement of the held-out bound
+SAVE_INTERVAL_STEPS = 40  # steps between saves of the model; it is also evaluated at each save
 MAX_HELD_OUT_SEQUENCES = 32
-MASKINGS_PER_HELD_OUT_SEQUENCE = (
-    4  # number of times that each held-out sequence is masked and measured
-)
-HELD_OUT_BATCH_SIZE = 16  # packed sequences per forward pass of the measurement
+# An evaluation masks each held-out sequence this number of times, each time with other masks.
+MASKINGS_PER_HELD_OUT_SEQUENCE = 4
+HELD_OUT_BATCH_SIZE = 16  # packed sequences per forward pass of an evaluation
 
 
 def load_initial_model(config: DiffusionConfig) -> tuple[PreTrainedModel, object]:
-    """Load the causal model `config.init` and return it as the float32 model to train, together
-    with its tokenizer.
+    """Load the causal language model `config.init` and its tokenizer, and prepare the model for
+    training. Return both.
 
-    The entries `mask_token_id` and `masked_diffusion` are added to the model's config. Raises
-    ValueError if the model's architecture is not supported, and if no unused token id can be found
-    for the mask token.
+    The returned model is float32. Its config gets the entries `mask_token_id` and
+    `masked_diffusion`. Raises ValueError if the model's architecture is not supported, or if the
+    mask token has no valid id.
     """
     start = load_target(config.init, "float32")
     if start.config.model_type not in MASKED_MODEL_TYPES_IN_TRANSFORMERS:
@@ -109,7 +110,7 @@ def load_initial_model(config: DiffusionConfig) -> tuple[PreTrainedModel, object
         start.model.config, dtype=torch.float32, attn_implementation="sdpa"
     )
     model.load_state_dict(start.model.state_dict())
-    # the mask token has no trained embedding yet: start from the mean of all embeddings
+    # The mask token has no trained embedding yet. It starts with the mean of all embeddings.
     with torch.no_grad():
         embeddings = model.get_input_embeddings().weight
         embeddings[mask_token_id] = embeddings.mean(0)
@@ -120,22 +121,23 @@ def load_initial_model(config: DiffusionConfig) -> tuple[PreTrainedModel, object
 
 
 def load_held_out_batch(config: DiffusionConfig, tokenizer) -> dict[str, torch.Tensor]:
-    """Return up to MAX_HELD_OUT_SEQUENCES packed sequences, evenly spaced over the held-out text.
+    """Return up to MAX_HELD_OUT_SEQUENCES packed sequences of the held-out text, evenly spaced over
+    it.
 
-    Each column has the shape (packed sequences, tokens). Raises ValueError if there is no held-out
-    text.
+    Keys of the returned dictionary are columns, for example "ids". Values have the shape (packed
+    sequences, tokens). Raises ValueError if there is no held-out text.
     """
     data = config.data_configs()[0]
     pieces = []
     for example in read_held_out_examples(data):
-        # an invalid example is left out; the preparation of the training data reports such ones
+        # Leave out invalid examples. The preparation of the training data reports them.
         with suppress(ValueError):
             pieces += tokenize_example(example, tokenizer, data.length)
     sequences = list(best_fit_decreasing([len(ids) for ids, _ in pieces], data.length))
     if not sequences:
         raise ValueError(
             f"path={config.path}: there is no held-out text, so the upper bound on the negative "
-            "log-likelihood cannot be measured. Give more text"
+            "log-likelihood cannot be measured. Give a path with more text"
         )
 
     count = min(MAX_HELD_OUT_SEQUENCES, len(sequences))
@@ -151,14 +153,16 @@ def load_held_out_batch(config: DiffusionConfig, tokenizer) -> dict[str, torch.T
 def measure_held_out_bound(
     model: PreTrainedModel, held_out: dict[str, torch.Tensor], config: DiffusionConfig
 ) -> float:
-    """Return an upper bound on the held-out text's negative log-likelihood, in nats per token.
+    """Return an estimate of the upper bound on the held-out text's negative log-likelihood, in nats
+    per token.
 
-    held_out: packed sequences, the result of `load_held_out_batch`. Masks are drawn per block, as
-    in decoding, or over whole documents if no block length is set. Every call draws the same masks.
+    held_out: packed sequences, the result of `load_held_out_batch`. One random block of each
+    document is masked, or the whole document if `config.block_length` is None. Every call draws the
+    same masks.
     """
     mask_token_id = model.config.mask_token_id
-    # sampled for all repetitions of the text together, because the noise levels of one call are
-    # evenly spread
+    # Sample the noise for all repetitions of the text in one call, because the noise levels of one
+    # call are evenly spread.
     noise = sample_noise(
         held_out["documents"].repeat(MASKINGS_PER_HELD_OUT_SEQUENCE, 1),
         seeded_generator(config.seed, HELD_OUT_NOISE_STREAM),
@@ -185,16 +189,16 @@ def measure_held_out_bound(
 
 
 def bfloat16_autocast(model: PreTrainedModel) -> torch.autocast:
-    """Return the context manager for forward passes. In it, matmuls are bfloat16, and the weights
-    stay float32."""
+    """Return a context manager for forward passes of the model. In it, matmuls are computed in
+    bfloat16; the weights stay float32."""
     return torch.autocast(model.device.type, torch.bfloat16)
 
 
 def load_training_batch(config: DiffusionConfig, datasets: list, step: int) -> dict:
-    """Return the packed sequences of a step, equally many from every data set.
+    """Return the packed sequences of a training step, the same number from each data set.
 
-    Each column has the shape (packed sequences, tokens). The result depends only on the seed and
-    the step.
+    Keys of the returned dictionary are columns, for example "ids". Values have the shape (packed
+    sequences, tokens). The result depends only on the data, the seed and the step.
     """
     share = config.batch_size // len(datasets)
     batches = [read_batch(dataset, step * share, share, config.seed) for dataset in datasets]
@@ -204,11 +208,15 @@ def load_training_batch(config: DiffusionConfig, datasets: list, step: int) -> d
 def compute_gradients(
     model: PreTrainedModel, columns: dict[str, torch.Tensor], config: DiffusionConfig, step: int
 ) -> float:
-    """Run forward and backward pass of one step and return the loss in nats per token.
+    """Mask random tokens, run the forward and backward pass of one training step, and return the
+    loss in nats per token.
 
-    columns: packed sequences; each column has the shape (packed sequences, tokens). With
-    weighting=elbo, the loss is an estimate of the upper bound on the negative log-likelihood. The
-    masks depend only on the seed and the step.
+    columns: packed sequences. Keys are column names, values have the shape (packed sequences,
+    tokens).
+
+    With weighting=elbo, the loss is an estimate of the upper bound on the negative log-likelihood.
+    With weighting=flat, it is the mean cross-entropy of the masked tokens. Which tokens are masked
+    depends only on the packed sequences, the seed and the step.
     """
     mask_token_id = model.config.mask_token_id
     generator = seeded_generator(config.seed, TRAINING_NOISE_STREAM, step)
@@ -236,8 +244,8 @@ def compute_gradients(
 
 
 def save_model(folder: Path, model: PreTrainedModel, tokenizer) -> None:
-    """Save model and tokenizer in Hugging Face's layout. A model that was saved before in `folder`
-    is replaced."""
+    """Save model and tokenizer with Hugging Face's `save_pretrained`. A model that was saved in
+    `folder` before is replaced."""
     shutil.rmtree(folder, ignore_errors=True)
     with abort_on_write_error(str(folder)), atomic_create_folder(folder) as temporary:
         model.save_pretrained(temporary)
@@ -252,8 +260,8 @@ def run_optimizer_steps(
     """Train a model in a single process, with Muon for matrices and AdamW for all other weights.
     After each step, yield the number of completed steps and the step's loss.
 
-    backward: called with the number of the step, counted from 0; computes the gradients and returns
-    the loss.
+    backward: a function that is called with the number of the step, counted from 0. It computes the
+    gradients and returns the loss.
     """
     optim = OptimConfig(name="muon", lr=peak_rate)
     optimizer = make_optimizer(model, optim, weight_decay=MUON_WEIGHT_DECAY)
@@ -272,11 +280,11 @@ def run_optimizer_steps(
 
 
 def train_diffusion_model(config: DiffusionConfig) -> float:
-    """Train a masked diffusion model, write it to the folder `config.out`, and return the final
-    upper bound on the held-out text's negative log-likelihood, in nats per token.
+    """Train a masked diffusion language model, and write it to the folder `config.out`. Return the
+    final upper bound on the held-out text's negative log-likelihood, in nats per token.
 
     Raises ValueError or FileNotFoundError for a model or data that cannot be used. Raises
-    ValueError if the folder already has a run.
+    ValueError if `config.out` already has a run.
     """
     out = Path(config.out)
     if (out / "metrics.jsonl").exists():
@@ -320,8 +328,8 @@ def train_diffusion_model(config: DiffusionConfig) -> float:
 
 
 def prepare_datasets(config: DiffusionConfig, tokenizer) -> list:
-    """Return the packed sequences of every data set, as a list of data sets. Print for each how
-    many of its examples are used and excluded."""
+    """Tokenize and pack the training data. Return a data set of packed sequences for each entry of
+    `config.data_configs()`, and print how many of its examples are used and excluded."""
     digest = tokenizer_digest(tokenizer)
     progress = Progress("tokenising", "texts")
     datasets = []

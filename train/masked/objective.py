@@ -1,5 +1,5 @@
-"""The objective of masked diffusion: an upper bound on a text's negative log-likelihood. It is
-estimated from one random masking of the text.
+"""The training loss of masked diffusion: an upper bound on a text's negative log-likelihood. The
+bound is estimated from one random masking of the text.
 
 The forward process replaces tokens by the mask token. At noise level t, each token is masked with
 probability t. For a text x of n tokens, the upper bound is (MDLM, Sahoo et al. 2024, eq. 10 with
@@ -10,20 +10,19 @@ alpha_t = 1 - t; LLaDA, Nie et al. 2025, eq. 3)
 where the expectation E is over t, uniform in (0, 1], and over the masking at noise level t.
 
 Given that k of the n tokens are masked, t has the distribution Beta(k + 1, n - k + 1), and the mean
-of 1/t is (n + 1) / k. This mean is used in place of 1/t. The expectation stays the same, and the
-variance becomes small, whereas it is infinite with 1/t. For the same reason, LLaDA's eq. 6 measures
+of 1/t is (n + 1) / k. This mean is used in place of 1/t. The expectation stays the same. The
+variance is infinite with 1/t, and small with the mean. For the same reason, LLaDA's eq. 6 measures
 likelihoods by the number of masked tokens.
 
 Decoding proceeds block by block, so a text may also be divided into blocks:
 -log p(x) = sum over blocks of -log p(block | tokens before the block). Each term has an upper bound
-by the same formula; the tokens before the block are given, and all tokens after the block are
-masked. To estimate the sum, one random block of each document is masked, and its bound is
-multiplied by the number of blocks of the document. This estimate is unbiased.
+by the same formula, where the tokens before the block are given and all tokens after the block are
+masked. To estimate the sum, one random block of each document is masked. The bound of this block
+is multiplied by the number of blocks of the document. This estimate is unbiased.
 
 A learned token is a token with loss: a token of a text or an answer, not of a prompt.
 
-Shapes: B packed sequences, T tokens each, N documents in each, V vocabulary. Packed sequences are
-those of `data.packing`.
+Shapes: B packed sequences (see `data.packing`), T tokens each.
 """
 
 from typing import NamedTuple
@@ -36,16 +35,19 @@ from infer.attention.masks import to_additive_mask
 
 
 class MaskingNoise(NamedTuple):
-    """The random numbers that decide which tokens of a batch are masked."""
+    """The random numbers that decide which tokens of a batch of packed sequences are masked."""
 
-    levels: torch.Tensor  # (B, N) noise level t of every document, in (0, 1]
-    block_positions: torch.Tensor  # (B, N) uniform in [0, 1): selects the document's masked block
-    # (B, T) uniform in [0, 1): a token of the masked block is masked if its number is below the
-    # noise level
+    # (B, num_documents) noise level of each document, in (0, 1]: the probability that a token of
+    # the masked block is masked
+    levels: torch.Tensor
+    # (B, num_documents) uniform in [0, 1): selects the block of the document that is masked
+    block_positions: torch.Tensor
+    # (B, num_tokens) uniform in [0, 1): a token of the masked block is masked if this number is
+    # below the noise level
     token_thresholds: torch.Tensor
 
     def select_rows(self, rows: torch.Tensor, device: torch.device) -> "MaskingNoise":
-        """Return a copy, on a device, of the random numbers of some packed sequences. rows: the
+        """Return a copy, on `device`, of the random numbers of some packed sequences. rows: the
         indices of these sequences in the batch."""
         return MaskingNoise(*(numbers[rows].to(device) for numbers in self))
 
@@ -55,12 +57,13 @@ class MaskingNoise(NamedTuple):
 
 
 def sample_noise(documents: torch.Tensor, generator: torch.Generator) -> MaskingNoise:
-    """Sample, on the CPU, the random numbers for the masking of a batch.
+    """Sample, on the CPU, the random numbers that decide which tokens of a batch are masked.
 
-    documents: (B, T) document number of each token, -1 for padding.
+    documents: (B, num_tokens) document number of each token, -1 for padding.
 
-    The noise levels of a batch are evenly spread over (0, 1] (MDLM's low-discrepancy sampler). Each
-    level is uniform, and the mean of the levels varies less than with independent levels.
+    The noise levels (masking probabilities) of a batch are evenly spread over (0, 1], as in MDLM's
+    low-discrepancy sampler. Each level is uniform, and the mean of the levels varies less than with
+    independent levels.
     """
     batch_size, length = documents.shape
     num_documents = int(documents.max()) + 1 if documents.numel() else 0
@@ -79,33 +82,37 @@ def mask_tokens(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Mask random tokens of one block of every document, and all tokens after that block.
 
-    batch: the columns ids, positions, documents and loss of packed sequences, (B, T) each.
-    block_lengths: (B,) number of learned tokens in a block. With T or more, a document is a single
-    block.
+    batch: the columns ids, positions, documents and loss of packed sequences, (B, num_tokens) each.
+    noise: the random numbers that decide what is masked.
+    block_lengths: (B,) number of tokens with loss in a block. With num_tokens or more, a document
+        is a single block.
 
-    Returns the ids with mask tokens (B, T), and the weight of each token's cross-entropy (B, T),
-    which is 0 at tokens that are not predicted. Before and inside the block, tokens without loss
-    (prompts) are never masked. After the block they are masked, because decoding does not know them
-    yet.
+    Returns the ids with mask tokens (B, num_tokens), and the weight of each token's cross-entropy
+    (B, num_tokens). The weight is 0 at tokens that are not predicted. Before and inside the block,
+    tokens without loss (prompts) are never masked. After the block all tokens are masked, because
+    decoding does not know them yet.
     """
     ids = batch["ids"]
     documents = batch["documents"]
     learned = batch["loss"].bool()
     document_index = documents.clamp(min=0)
-    zeros = torch.zeros(noise.levels.shape, dtype=torch.long, device=ids.device)  # (B, N)
+    # (B, num_documents)
+    zeros = torch.zeros(noise.levels.shape, dtype=torch.long, device=ids.device)
 
-    # the number of learned tokens before each token, first in its sequence, then in its document
+    # Count the learned tokens (tokens with loss) before each token: first those in its packed
+    # sequence, then those in its document.
     learned_before = learned.long().cumsum(1) - learned.long()
     document_starts = torch.arange(ids.shape[1], device=ids.device) - batch["positions"]  # (B, T)
     learned_before = learned_before - learned_before.gather(1, document_starts.clamp(min=0))
 
-    # the block that is masked in each document
+    # Select the block that is masked in each document.
     learned_counts = zeros.scatter_add(1, document_index, learned.long())
-    num_blocks = -(-learned_counts // block_lengths[:, None])  # (B, N) the last block may be short
-    masked_block = (noise.block_positions * num_blocks).long()  # (B, N)
+    # (B, num_documents) rounded up, because a document's last block may be short
+    num_blocks = -(-learned_counts // block_lengths[:, None])
+    masked_block = (noise.block_positions * num_blocks).long()  # (B, num_documents)
     masked_block_sizes = torch.minimum(
         learned_counts - masked_block * block_lengths[:, None], block_lengths[:, None]
-    )  # (B, N)
+    )  # (B, num_documents)
 
     token_block = learned_before // block_lengths[:, None]  # (B, T)
     token_masked_block = masked_block.gather(1, document_index)
@@ -114,7 +121,7 @@ def mask_tokens(
     masked = predicted | ((token_block > token_masked_block) & (documents >= 0))
 
     predicted_counts = zeros.scatter_add(1, document_index, predicted.long())
-    weights = num_blocks * (masked_block_sizes + 1) / predicted_counts  # (B, N)
+    weights = num_blocks * (masked_block_sizes + 1) / predicted_counts  # (B, num_documents)
     token_weights = torch.where(predicted, weights.gather(1, document_index), 0.0)
     return ids.masked_fill(masked, mask_token_id), token_weights
 
@@ -122,10 +129,13 @@ def mask_tokens(
 def remove_unpredictable_loss(
     batch: dict[str, torch.Tensor], mask_token_id: int
 ) -> dict[str, torch.Tensor]:
-    """Return the batch with the loss removed at tokens that the model cannot predict.
+    """Return a copy of the batch in which tokens that the model cannot predict have no loss.
 
-    These are mask tokens that occur in the text itself, and the first token of each document: a
-    token is predicted from the model's output at the position before it, as in Dream.
+    These are the mask tokens of the text itself, and the first token of each document. The first
+    token cannot be predicted, because the model predicts a token from its output at the position
+    before this token, as in Dream.
+
+    batch: the columns of packed sequences.
     """
     is_predictable = (batch["ids"] != mask_token_id) & (batch["positions"] > 0)
     return batch | {"loss": batch["loss"].bool() & is_predictable}
@@ -141,12 +151,14 @@ def estimate_bound(
     """Estimate the upper bound on the batch's negative log-likelihood. Return a scalar with
     gradient: nats, summed over the batch.
 
-    model: a Hugging Face causal language model. Here every token sees its whole document. The
-        output at position i - 1 predicts the token at i. The probability of the mask token is set
-        to zero (MDLM, section 3.2.3, zero masking probabilities).
-    masked_ids, weights: (B, T), the results of `mask_tokens`.
+    model: a Hugging Face causal language model. It is run with an attention mask that lets every
+        token see its whole document. The output at position i - 1 predicts the token at i. The
+        probability of the mask token is set to 0 (MDLM, section 3.2.3).
+    batch: the columns of packed sequences, before masking.
+    masked_ids, weights: (B, num_tokens), the results of `mask_tokens`.
 
-    For nats per token, divide the scalar by the number of all learned tokens, masked and unmasked.
+    For nats per token, divide the scalar by the number of all tokens with loss, masked and
+    unmasked.
     """
     documents = batch["documents"]
     same_document = documents[:, None, :, None] == documents[:, None, None, :]  # (B, 1, T, T)
@@ -157,7 +169,7 @@ def estimate_bound(
         use_cache=False,
     ).last_hidden_state  # (B, T, hidden size)
 
-    # logits are computed only for the predicted tokens
+    # Compute logits only for the predicted tokens.
     rows, positions = weights.nonzero(as_tuple=True)  # (predicted tokens,) each
     logits = model.get_output_embeddings()(hidden[rows, positions - 1]).float()
     is_mask_token = torch.arange(logits.shape[-1], device=logits.device) == mask_token_id
