@@ -147,7 +147,7 @@ def build_study_table(evaluation: Evaluation) -> tuple[list[Sequence[str]], str]
 
     accuracies = ", ".join(
         (
-            f"{each.accuracy:.2f}{format_interval(each.interval)} behind {each.prefix} by the "
+            f"{each.accuracy:.2f}{format_interval(each.interval)} after {each.prefix} by the "
             f"{each.source}"
         )
         for each in study.first_choices
