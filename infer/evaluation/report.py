@@ -81,7 +81,7 @@ def write_report(
     groups = group_by_prompt_kind(best)
     group_rows = build_group_rows(best, groups)
     legend = [
-        "The bold row is the drafter's fastest method, compared by the lower ends of the intervals.",
+        "The bold row is the fastest method with the drafter, by the lower end of its interval.",
         *explain_marks(best.methods),
         *(f"{note[0].upper()}{note[1:]}." for note in list_notes(best)),
     ]

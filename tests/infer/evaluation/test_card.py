@@ -98,8 +98,9 @@ def test_the_card_holds_the_evaluations_numbers_and_what_the_hub_wants(checkpoin
     assert f"({CHART_FILE_NAME})" in card.text
     assert "used 3 held-out prompts, one at a time, with at most 12 new tokens" in card.text
     assert (
-        "2 layers, block size 4, fed by the target's layers 1, 3" in card.text
-        and "step 7." in card.text
+        "has 2 layers and block size 4. It reads the outputs of the target's layers 1, 3"
+        in card.text
+        and "the checkpoint of step 7." in card.text
     )
     assert "| optim.lr | 0.0006 |" in card.text and "| anchors_per_sequence | 64 |" in card.text
     assert "| steps taken | 7 |" in card.text and "optim.steps" not in card.text
@@ -215,8 +216,8 @@ def test_data_sets_of_the_hub_are_named(checkpoint, tmp_path):
         run.write_text(before)
     assert card.data.datasets == ["someone/chats"]
     assert (
-        "someone/chats (weight 2); files of the publisher's own (weight 1). Training started from the weights of "
-        "someone/first."
+        "someone/chats (weight 2); files of the publisher's own (weight 1). Training started from "
+        "the weights of someone/first."
     ) in card.text
 
 
