@@ -11,12 +11,18 @@ constants by name, without bodies and docstrings. The reader writes down what ea
 
 Docstrings, comments and messages (texts of exceptions, log lines and help) are printed in full; the
 reader marks each as understood at once or not.
+
+    python benchmarks/reading_test.py sentences --seed 1
+
+Sentences and rows of tables of the documents, with the paragraph or table that they are part of: 20
+each of the README with the guides, of docs/results, of LOG.md, and of the page of errors.
 """
 
 import argparse
 import ast
 import io
 import random
+import re
 import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,9 +32,19 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("train", "infer", "data")
 DEFINITIONS_PER_DRAW = 60
 CONSTANTS_PER_DRAW = 20
-SENTENCES_PER_DRAW = 30
+TEXTS_PER_DRAW = 30
+SENTENCES_PER_DOCUMENT_GROUP = 20
 MIN_MESSAGE_WORDS = 5
 MAX_SOURCE_LINES = 60
+ERROR_PAGE = "docs/troubleshooting.md"
+# Key: name of a group of documents. Value: glob patterns of its files.
+DOCUMENT_GROUPS = {
+    "guides": ("README.md", "docs/*.md"),
+    "results": ("docs/results/*.md",),
+    "log": ("LOG.md",),
+    "errors": (ERROR_PAGE,),
+}
+MIN_SENTENCE_WORDS = 4
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -195,6 +211,45 @@ def message_text(node: ast.expr) -> str | None:
     return "".join(pieces)
 
 
+def markdown_blocks(text: str) -> Iterator[tuple[int, str, list[str]]]:
+    """Yield (line number, heading, lines) of every paragraph, list item and table of a Markdown
+    document, without code blocks."""
+    heading = ""
+    block: list[str] = []
+    in_code = False
+    for number, line in enumerate([*text.splitlines(), ""], start=1):
+        if line.lstrip().startswith("```"):
+            in_code = not in_code
+            line = ""
+        begins_item = re.match(r"\s*([-*]|\d+\.) ", line) is not None
+        if block and (not line.strip() or line.startswith("#") or begins_item):
+            yield number - len(block), heading, block
+            block = []
+        if line.startswith("#"):
+            heading = line.lstrip("# ")
+        elif line.strip() and not in_code:
+            block.append(line)
+
+
+def sentences(group: str) -> list[Item]:
+    """Return all sentences and table rows of a group of documents, each below its context."""
+    paths = [path for pattern in DOCUMENT_GROUPS[group] for path in sorted(ROOT.glob(pattern))]
+    if group == "guides":
+        paths = [path for path in paths if path != ROOT / ERROR_PAGE]
+    items = []
+    for path in paths:
+        for number, heading, lines in markdown_blocks(path.read_text()):
+            is_table = lines[0].startswith("|")
+            context = "\n".join(lines)
+            units = lines[2:] if is_table else re.split(r"(?<=[.!?]) +(?=[^a-z])", " ".join(lines))
+            for unit in units:
+                if len(unit.split()) >= MIN_SENTENCE_WORDS:
+                    name = path.relative_to(ROOT)
+                    question = f"{name}, {heading}\n{context}\n>>> {unit.strip()}"
+                    items.append(Item(question, f"{name}:{number}", ""))
+    return items
+
+
 def draw(kind: str, seed: int) -> list[Item]:
     """Return the items of one draw; the same seed draws the same items from the same code."""
     generator = random.Random(seed)
@@ -202,15 +257,20 @@ def draw(kind: str, seed: int) -> list[Item]:
         functions, constants = definitions()
         chosen = generator.sample(functions, DEFINITIONS_PER_DRAW)
         return chosen + generator.sample(constants, CONSTANTS_PER_DRAW)
+    if kind == "sentences":
+        groups = [sentences(group) for group in DOCUMENT_GROUPS]
+        samples = [generator.sample(group, SENTENCES_PER_DOCUMENT_GROUP) for group in groups]
+        return [item for sample in samples for item in sample]
     items = {"docstrings": docstrings, "comments": comments, "messages": messages}[kind]()
-    return generator.sample(items, SENTENCES_PER_DRAW)
+    return generator.sample(items, TEXTS_PER_DRAW)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("kind", choices=("definitions", "docstrings", "comments", "messages"))
+    kinds = ("definitions", "docstrings", "comments", "messages", "sentences")
+    parser.add_argument("kind", choices=kinds)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--key", action="store_true", help="also print locations and sources")
     args = parser.parse_args()

@@ -23,6 +23,8 @@ PLOT_TOP_PX = 12
 PLOT_BOTTOM_PX = 200
 
 AXIS_TICK_COUNT = 4
+# Error bars of values from fewer rounds would be so long that they hide the lines.
+MIN_ROUNDS_FOR_ERROR_BAR = 50
 MAX_LOSS_POINTS = 120  # a loss chart with more points averages neighbouring ones
 MAX_TOKEN_CHARACTERS_IN_DRAWING = 7  # longer tokens are cut in the drawing of a tree
 # SVG dash patterns of lines, for readers who cannot tell the colours apart
@@ -32,8 +34,8 @@ LINE_COLOURS = [
 ]
 # Keys are labels of the y axis. Values are functions MethodResult -> (value, confidence interval).
 BUDGET_CURVES = {
-    "τ, tokens a round": lambda method: (method.tau, method.tau_interval),
-    "speed, plain decoding = 1": lambda method: (method.speedup, method.speedup_interval),
+    "τ, tokens per round": lambda method: (method.tau, method.tau_interval),
+    "speedup over the baseline": lambda method: (method.speedup, method.speedup_interval),
 }
 # Keys are kinds of tokens in a drawn tree. Values are marks that are drawn in front of the token.
 TREE_DRAWING_TOKEN_MARKS = {"root": "", "accepted": "✓ ", "rejected": "✗ ", "added": "+ "}
@@ -203,13 +205,17 @@ def build_budget_lines(
         row = methods[0].tree_method
         if drafter_index > 0 and not row.needs_drafter:
             continue
-        values, intervals = zip(*map(BUDGET_CURVES[y_label], methods), strict=True)
+        values, all_intervals = zip(*map(BUDGET_CURVES[y_label], methods), strict=True)
+        intervals = [
+            interval if method.rounds >= MIN_ROUNDS_FOR_ERROR_BAR else None
+            for method, interval in zip(methods, all_intervals, strict=True)
+        ]
         if row.scales_with_budget:
             method_budgets = [method.budget for method in methods]
             points = list(zip(method_budgets, values, strict=True))
         else:
             points = [(budget, values[0]) for budget in (min(budgets), max(budgets))]
-            intervals = ()
+            intervals = []
         label = f"{drafter_name} {row.label}".strip() if row.needs_drafter else row.label
         dash = DASH_PATTERNS[i % len(DASH_PATTERNS)]
         lines.append(ChartLine(label, points, row.colour, intervals, dash))
@@ -233,11 +239,12 @@ def build_tau_chart(evaluations: Sequence[Evaluation]) -> Chart:
             for result in evaluation.drafting_methods:
                 if result.label == method.label:
                     points.append((evaluation.step or 0, result.tau))
-                    intervals.append(result.tau_interval)
+                    has_error_bar = result.rounds >= MIN_ROUNDS_FOR_ERROR_BAR
+                    intervals.append(result.tau_interval if has_error_bar else None)
         colour = method.tree_method.colour
         dash = DASH_PATTERNS[i % len(DASH_PATTERNS)]
         lines.append(ChartLine(method.label, points, colour, intervals, dash))
-    return Chart("τ during training", "training step", "τ, tokens a round", lines)
+    return Chart("τ during training", "training step", "τ, tokens per round", lines)
 
 
 def build_first_choice_chart(study: TreeStudy) -> Chart:
@@ -253,12 +260,13 @@ def build_first_choice_chart(study: TreeStudy) -> Chart:
         for depth, (attempts, correct, interval) in enumerate(columns, 1):
             if attempts:
                 points.append((depth, correct / attempts))
-                intervals.append(interval)
+                has_error_bar = attempts >= MIN_ROUNDS_FOR_ERROR_BAR
+                intervals.append(interval if has_error_bar else None)
         if points:
-            label = f"{accuracy.source}, behind {accuracy.prefix}"
+            label = f"{accuracy.source}, after {accuracy.prefix}"
             line = ChartLine(label, points, LINE_COLOURS[i], intervals, DASH_PATTERNS[i])
             lines.append(line)
-    return Chart("First choices that are right", "depth in the tree", "share", lines)
+    return Chart("Accuracy of the first choice", "depth in the tree", "fraction", lines)
 
 
 def build_loss_chart(losses: Sequence[tuple[int, float]]) -> Chart:

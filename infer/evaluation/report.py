@@ -81,7 +81,7 @@ def write_report(
     groups = group_by_prompt_kind(best)
     group_rows = build_group_rows(best, groups)
     legend = [
-        "Bold: the drafter's fastest method, by the lower end of its interval.",
+        "The bold row is the fastest method with the drafter, by the lower end of its interval.",
         *explain_marks(best.methods),
         *(f"{note[0].upper()}{note[1:]}." for note in list_notes(best)),
     ]
@@ -112,13 +112,14 @@ def write_report(
 
 
 def build_title(evaluation: Evaluation) -> str:
-    """Return the title of the page. It names the drafter, target, step and date where they are
-    known.
+    """Return the title of the page: drafter, training step, target, date and machine.
+
+    What the evaluation does not record is left out.
     """
     drafter = f"Drafter {evaluation.drafter}" if evaluation.drafter else "A drafter"
-    step = f", step {evaluation.step}" if evaluation.step else ""
+    step = f" (step {evaluation.step})" if evaluation.step else ""
     date = f", {evaluation.date}" if evaluation.date else ""
-    return f"{drafter} for {evaluation.target}{step}{date}"
+    return f"{drafter}{step} for {evaluation.target}{date}, {evaluation.device}"
 
 
 def list_settings(evaluation: Evaluation, run: RunDescription) -> list[tuple[str, object]]:

@@ -152,7 +152,7 @@ def build_study_table(evaluation: Evaluation) -> tuple[list[Sequence[str]], str]
 
     accuracies = ", ".join(
         (
-            f"{each.accuracy:.2f}{format_interval(each.interval)} behind {each.prefix} by the "
+            f"{each.accuracy:.2f}{format_interval(each.interval)} after {each.prefix} by the "
             f"{each.source}"
         )
         for each in study.first_choices
@@ -211,12 +211,12 @@ def list_findings(evaluation: Evaluation) -> list[str]:
         if chain.name != "chain":
             continue
         sentences += [
-            f"A chain of {chain.budget} drafts, which is what {ENGINES_VERIFYING_CHAINS_ONLY} "
-            f"verify, commits τ = {chain.tau:.2f} tokens per pass of the target.",
-            f"τ does not depend on the machine: such an engine is at most {chain.tau:.2f} times "
-            f"as fast with this drafter, nearly that where a pass over {chain.budget + 1} tokens "
-            "costs about as much as a pass over one (on a GPU with few requests), and less where "
-            "it costs more (on a CPU).",
+            f"With a chain of {chain.budget} drafted tokens, the target commits τ = "
+            f"{chain.tau:.2f} tokens per pass, on every machine.",
+            f"An engine that verifies chains ({ENGINES_VERIFYING_CHAINS_ONLY}) is at most "
+            f"{chain.tau:.2f} times as fast with this drafter: nearly that on a GPU with few "
+            f"requests, where a pass over {chain.budget + 1} tokens takes about as long as a pass "
+            "over one, and less on a CPU, where it takes longer.",
         ]
     speedups = describe_speedups(evaluation)
     if speedups is not None:
@@ -270,7 +270,7 @@ def describe_outputs(evaluation: Evaluation) -> str:
         prompts = f"all {count} prompts"
     if labels:
         return f"Outputs of {', '.join(labels)} differ from plain decoding's on {prompts}."
-    return f"On {prompts} every method wrote exactly what plain decoding wrote."
+    return f"On {prompts} the output of every method equals that of plain decoding."
 
 
 def describe_speedup(method: MethodResult) -> str:
@@ -309,7 +309,7 @@ def list_notes(evaluation: Evaluation) -> list[str]:
         tokens = sum(result.tokens for result in prompts)
         notes.append(
             f"{each.prompt_set_name or 'held-out prompts'}: {len(loop_tokens)} of {len(prompts)} "
-            f"texts ({len(loop_tokens) / len(prompts):.0%}) ended in loops, which are "
+            f"outputs ({len(loop_tokens) / len(prompts):.0%}) ended in repetitions, which are "
             f"{sum(loop_tokens) / tokens:.0%} of {tokens} tokens"
         )
     return notes

@@ -96,10 +96,11 @@ def test_the_card_holds_the_evaluations_numbers_and_what_the_hub_wants(checkpoin
     ]
     assert evaluation["methods"][-1]["name"] == "n-grams alone"  # an exported folder has none
     assert f"({CHART_FILE_NAME})" in card.text
-    assert "3 held-out prompts, one at a time, at most 12 new tokens" in card.text
+    assert "used 3 held-out prompts, one at a time, with at most 12 new tokens" in card.text
     assert (
-        "2 layers, block size 4, fed by the target's layers 1, 3" in card.text
-        and "step 7." in card.text
+        "has 2 layers and block size 4. It reads the outputs of the target's layers 1, 3"
+        in card.text
+        and "the checkpoint of step 7." in card.text
     )
     assert "| optim.lr | 0.0006 |" in card.text and "| anchors_per_sequence | 64 |" in card.text
     assert "| steps taken | 7 |" in card.text and "optim.steps" not in card.text
@@ -135,14 +136,14 @@ def test_no_path_and_no_private_name_is_in_it(checkpoint, tmp_path):
         text = write_card(checkpoint, exported(checkpoint, tmp_path), None, base).read_text()
         assert "secret" not in text and str(checkpoint.resolve()) not in text
         assert not re.search(r"(?<![\w:/.)])/\w", text), "an absolute path"
-        assert "Data: files of the publisher's own." in text
+        assert "Training data: files of the publisher's own." in text
         if base != "Qwen/Qwen3-4B":
             assert ModelCard(text).data.base_model is None and "its target model" in text
 
 
 def test_a_licence_is_what_the_publisher_says(checkpoint, tmp_path):
     text = write_card(checkpoint, exported(checkpoint, tmp_path), None, "Qwen/Qwen3-4B").read_text()
-    assert ModelCard(text).data.license is None and "named no licence" in text
+    assert ModelCard(text).data.license is None and "stated no licence" in text
 
 
 def test_what_is_not_known_is_not_claimed(checkpoint, tmp_path):
@@ -151,15 +152,15 @@ def test_what_is_not_known_is_not_claimed(checkpoint, tmp_path):
     text = write_card(
         alone, exported(checkpoint, tmp_path / "out"), "mit", "Qwen/Qwen3-4B"
     ).read_text()
-    assert "Nothing was measured with this checkpoint." in text
-    assert "How it was trained is not recorded" in text
+    assert "This checkpoint was not measured." in text
+    assert "does not record how it was trained" in text
     assert (
         not (tmp_path / "out" / CHART_FILE_NAME).exists()
         and "speedup" not in text
         and ".svg" not in text
     )
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="contains no drafter"):
+    with pytest.raises(ValueError, match="contains no readable drafter"):
         write_card(checkpoint, tmp_path / "empty", None, "Qwen/Qwen3-4B")
 
 
@@ -215,8 +216,8 @@ def test_data_sets_of_the_hub_are_named(checkpoint, tmp_path):
         run.write_text(before)
     assert card.data.datasets == ["someone/chats"]
     assert (
-        "someone/chats (weight 2); files of the publisher's own (weight 1). It goes on from "
-        "someone/first."
+        "someone/chats (weight 2); files of the publisher's own (weight 1). Training started from "
+        "the weights of someone/first."
     ) in card.text
 
 

@@ -200,7 +200,9 @@ def test_each_kind_of_prompts_has_its_metrics():
 def test_the_share_of_loops_is_reported():
     results = make_results([99] * PROMPT_COUNT, [[1.0]] * PROMPT_COUNT, loop_tokens=48)
     baseline = make_method("plain", 0, results, BASELINE_RESULTS)
-    note = "held-out prompts: 1 of 24 texts (4%) ended in loops, which are 2% of 2400 tokens"
+    note = (
+        "held-out prompts: 1 of 24 outputs (4%) ended in repetitions, which are 2% of 2400 tokens"
+    )
     assert format_evaluation(make_evaluation([baseline, baseline])).endswith(note)
     assert list_notes(make_evaluation([replace(baseline, prompts=None)])) == []
 

@@ -14,6 +14,7 @@ from data.prompts import Prompt
 from infer.config import DrafterConfig, EvaluationConfig
 from infer.drafters.build import create_drafter
 from infer.evaluation import report
+from infer.evaluation.charts import build_budget_charts, build_tau_chart
 from infer.evaluation.evaluate import evaluate
 from infer.evaluation.report import RunDescription, write_report
 from infer.evaluation.results import (
@@ -142,7 +143,7 @@ def test_report_is_one_page_with_pictures_and_no_network(tmp_path):
     for title in (
         "τ during training",
         "Loss during training",
-        "speed, plain decoding = 1, by node budget",
+        "speedup over the baseline, by node budget",
     ):
         assert f"<figcaption>{title}" in text
     assert "http" not in text
@@ -196,8 +197,8 @@ def test_the_headline_says_tau_then_its_meaning_then_this_machine():
     result = replace(make_evaluation(0), methods=all_methods, prompts=1)
     tau, meaning, machine, outputs = list_findings(result)
     assert tau == (
-        "A chain of 7 drafts, which is what vLLM, SGLang, llama.cpp and transformers verify, "
-        "commits τ = 1.80 tokens per pass of the target."
+        "With a chain of 7 drafted tokens, the target commits τ = 1.80 tokens per pass, on every "
+        "machine."
     )
     assert "at most 1.80 times as fast" in meaning and "a pass over 8 tokens" in meaning
     assert machine == (
@@ -205,7 +206,7 @@ def test_the_headline_says_tau_then_its_meaning_then_this_machine():
         "DDTree 16 is 1.40 times as fast, DDTree + n-grams 64 is 1.90 times as fast, n-grams "
         "alone 64 is 0.80 times as fast (slower)."
     )
-    assert outputs == "On the one prompt every method wrote exactly what plain decoding wrote."
+    assert outputs == "On the one prompt the output of every method equals that of plain decoding."
     assert format_headline(result) == " ".join(list_findings(result))
     assert result.best_drafter_method == with_ngrams
 
@@ -213,24 +214,38 @@ def test_the_headline_says_tau_then_its_meaning_then_this_machine():
 @pytest.mark.parametrize(
     "fields, title",
     [
-        ({}, "A drafter for embedded, step 300"),
+        ({}, "A drafter (step 300) for embedded, CPU, 2 threads"),
         (
             {"drafter": "mine", "date": "2026-11-28"},
-            "Drafter mine for embedded, step 300, 2026-11-28",
+            "Drafter mine (step 300) for embedded, 2026-11-28, CPU, 2 threads",
         ),
-        ({"drafter": "runs/mine", "step": None}, "Drafter runs/mine for embedded"),
+        ({"drafter": "runs/mine", "step": None}, "Drafter runs/mine for embedded, CPU, 2 threads"),
     ],
 )
-def test_a_reports_title_names_drafter_target_and_day(tmp_path, fields, title):
+def test_a_reports_title_names_drafter_target_day_and_machine(tmp_path, fields, title):
     text = write_report(tmp_path, [replace(make_evaluation(300), **fields)]).read_text()
     assert f"<title>{title}</title>" in text and f"<h1>{title}</h1>" in text
     lead = re.search('<p class="lead">(.*)</p>', text)[1]
     assert lead.count(". ") == 2 and lead.endswith("."), "three sentences"
 
 
+@pytest.mark.parametrize("rounds, has_error_bars", [(49, False), (50, True)])
+def test_error_bars_need_enough_rounds(rounds, has_error_bars):
+    evaluation = make_evaluation(0)
+    methods = [
+        replace(method, rounds=rounds, tau_interval=[1.0, 3.0], speedup_interval=[1.0, 2.0])
+        for method in evaluation.methods
+    ]
+    evaluation = replace(evaluation, methods=methods)
+    charts = [*build_budget_charts({"": evaluation}), build_tau_chart([evaluation])]
+    for chart in charts:
+        intervals = [interval for line in chart.lines for interval in line.intervals]
+        assert intervals and all((each is not None) == has_error_bars for each in intervals)
+
+
 def test_the_headline_reports_slowdowns_and_wrong_outputs():
     assert "1.40 times as fast" in format_headline(make_evaluation(0))
-    assert "exactly what plain decoding wrote" in format_headline(make_evaluation(0))
+    assert "equals that of plain decoding" in format_headline(make_evaluation(0))
     assert "0.80 times as fast (slower)" in format_headline(make_evaluation(0, speedup=0.8))
     wrong = format_headline(make_evaluation(0, identical=False))
     assert "DDTree 16, DDTree 64 differ" in wrong
