@@ -111,11 +111,8 @@ class DARTLayer(DrafterLayer):
 
         `projected` (B, num_blocks, D) and `first_inputs` (B, num_blocks, 2 * D) are the first
         slots' hidden states and inputs of attention, for the hidden size D. In a mask slot, the
-        input of attention is the mask vector, and the hidden state is the first half of the mask
-        vector.
-
-        Returns the hidden states (B, num_blocks * num_slots, D) and the inputs of attention (B,
-        num_blocks * num_slots, 2 * D) of all slots.
+        input of attention is the mask vector, and the hidden state is its first half. Returns the
+        hidden states (B, num_blocks * num_slots, D) and the inputs of attention of all slots.
         """
         masks = self.mask_rep.expand(*first_inputs.shape[:2], num_masks, -1)
         mask_states = masks[..., : projected.shape[-1]]
@@ -139,11 +136,8 @@ class DARTState(DrafterState):
 
     @contextmanager
     def add(self, count: int) -> Generator[Self]:
-        """Yield a state of `count` new empty batch rows, which the caller fills.
-
-        The new state uses this state's memory. When the `with` block ends, the new batch rows are
-        appended to this state.
-        """
+        """Yield a state of `count` new empty batch rows in the same memory, which the caller fills.
+        When the `with` block ends, they are appended to this state."""
         pending_features = self.pending_features[len(self.pending_features) - count :]
         with self.cache.add_rows(count) as cache:
             yield replace(self, cache=cache, pending_features=pending_features, is_empty=True)
@@ -223,8 +217,8 @@ class DART(Drafter):
         return self.norm(states)
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Initialise all weights. The mask vector is drawn from a normal distribution, as in DART
-        appendix B.2."""
+        """Initialise all weights. The mask vector is drawn from a normal distribution (DART
+        appendix B.2)."""
         super().init_weights(generator)
         std = self.config.initializer_range
         nn.init.normal_(self.midlayer.mask_rep, std=std, generator=generator)
@@ -268,10 +262,8 @@ class DART(Drafter):
         `ids` (B, T) are the tokens. `anchors` (B, num_blocks) are the indices of the blocks' bonus
         tokens. Returns the embeddings (B, T, hidden_size) of the token after each position, and the
         indices (B, num_blocks) of the blocks' first slots, each one position before the bonus
-        token.
-
-        The token after a document's last token belongs to another document. This is harmless
-        because no block attends to the last position of a document.
+        token. A document's last position gets the next document's token, but no block attends to
+        it.
         """
         next_embeddings = target.embed(ids.roll(-1, dims=1)).to(self.norm.weight.dtype)
         # Unused entries of `anchors` may be 0. Their blocks are ignored, so clamping is harmless.
@@ -290,10 +282,9 @@ class DART(Drafter):
 
         `features` (B, T, num_features), `positions` (B, T) and `next_embeddings` (B, T,
         hidden_size) describe the T context positions. `first_positions` (B, num_blocks) are the
-        indices of the blocks' first slots (input positions) in the context. `mask` comes from
+        indices of the blocks' first slots (input positions). `mask` comes from
         `build_training_mask`; its columns are the context positions, then all slots. Returns the
-        hidden states (B, num_blocks * num_slots, hidden_size) of the slots after
-        `normalize_for_head`.
+        slots' hidden states (B, num_blocks * num_slots, hidden_size) after `normalize_for_head`.
         """
         offsets = torch.arange(self.num_queries, device=first_positions.device)
         block_positions = positions.gather(1, first_positions)[..., None] + offsets

@@ -293,8 +293,8 @@ class DFlash(Drafter):
             mask_token_id = 0
         if not 0 <= mask_token_id < vocab_size:
             raise ValueError(
-                f"drafter.mask_token_id={mask_token_id}: use an id of the target's vocabulary, 0 to "
-                f"{vocab_size - 1}"
+                f"drafter.mask_token_id={mask_token_id}: use an id of the target's vocabulary, 0 "
+                f"to {vocab_size - 1}"
             )
 
         num_slots = options.block_size
@@ -593,8 +593,8 @@ class DFlash(Drafter):
         # (B * slots, 1, head size)
         rotation = (cos.flatten(0, 1)[:, None], sin.flatten(0, 1)[:, None])
         rotations = dict.fromkeys(masks, rotation)
-        # `KernelDecoder.run` returns a dict. The key `i` holds the output of layer i, and the key
-        # `number of layers` holds the output after the final norm.
+        # `KernelDecoder.run` returns a dict. Key i holds the output of layer i, and key
+        # len(self.layers) holds the output after the final norm.
         output_index = len(self.layers)
         output_layers = ()
         if self.head_reads_raw_states:
