@@ -359,7 +359,7 @@ class DFlash(Drafter):
         (..., drafter layers, hidden_size).
 
         `features` (..., target layers * hidden_size) are the concatenated hidden states of the
-        target layers. Only for drafters with layer fusion.
+        target layers. The drafter must have layer fusion.
         """
         by_target_layer = features.unflatten(-1, (-1, self.config.hidden_size))
         return self.layer_fusion_weights.softmax(-1) @ by_target_layer

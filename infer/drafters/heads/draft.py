@@ -186,7 +186,7 @@ class ConditionalDraft:
         """The log-probabilities of each drafted position's candidates (likeliest tokens), for every
         candidate of the previous position as previous token.
 
-        Only for a head that is not recurrent.
+        Not available for recurrent heads.
         """
         # (B, 1, 1, candidates)
         first_slot = self._score_slots(slice(0, 1), self.bonus[:, None, None])
@@ -305,7 +305,7 @@ class ConditionalDraft:
         """Return the tokens and log-probabilities that `chain` returns, read from `table` (the
         log-probabilities of candidates).
 
-        Only if each position's candidates are all tokens among which the head chooses.
+        This requires that each position's candidates are all tokens among which the head chooses.
         """
         log_probs = self.table.first_slot  # (B, candidates)
         best_log_probs = []
