@@ -43,5 +43,5 @@ def compute_packed_block_states(
         for pattern in drafter.attention_patterns
     ]
     features = context.to(drafter.norm.weight.dtype)
-    states = forward(features, positions, *inputs, *masks)  # (B, N * W, D)
+    states = forward(features, positions, *inputs, *masks)  # (B, slots of all blocks, hidden size)
     return states.unflatten(1, (-1, drafter.num_queries))

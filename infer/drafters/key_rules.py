@@ -88,7 +88,7 @@ BOOLEAN_DRAFTER_CONFIG_KEYS = (
 )
 DRAFTER_CONFIG_KEY_RULES = {
     **dict.fromkeys((*REQUIRED_SIZE_KEYS, *OPTIONAL_INTEGER_DRAFTER_CONFIG_KEYS), KeyRule()),
-    # The maxima below prevent that a wrong value in config.json creates a huge model before the
+    # Without the maxima below, a wrong value in config.json could create a huge model before the
     # checkpoint's tensors show that the value is wrong.
     "num_hidden_layers": KeyRule(maximum=1024),
     **dict.fromkeys(("block_size", "draft_length"), KeyRule(maximum=4096)),
@@ -134,7 +134,7 @@ ONLY_SUPPORTED_VALUE_BY_CONFIG_KEY: dict[str, Any] = {
     "lm_head_multiplier": 1.0,
     "norm_before_fc": False,
     "use_aux_hidden_state": True,
-    "use_swa": False,  # true means a sliding window in layers that are not causal
+    "use_swa": False,  # true would mean a sliding window in layers that are not causal
     "fusion_type": "concat_fc",
     "quantization_config": None,
 }
@@ -143,8 +143,8 @@ OPTIONAL_ROPE_KEYS = {
     *("attention_factor", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim"),
     *("factor", "original_max_position_embeddings"),
 }
-# Keys of `rope_parameters` that only matter for image tokens, which have a different position in
-# each section of a head. They are ignored, because drafters read text only.
+# Keys of `rope_parameters` that give image tokens a different position in each section of a head.
+# They are ignored, because text tokens have the same position in all sections.
 IMAGE_ROPE_KEYS = ("mrope_section", "mrope_interleaved")
 # Key: an allowed value of rope_type. Value: the keys of `rope_parameters` that this value requires.
 REQUIRED_ROPE_KEYS = {

@@ -15,7 +15,7 @@ from infer.attention.kv_cache import CacheView, KVCache
 from infer.attention.masks import AttentionMask, build_draft_mask
 
 # Maximum number of positions that one forward pass writes to a cache that drops positions outside
-# the sliding window. A block that is longer may also be written.
+# the sliding window. If a drafted block is longer, its length is the maximum.
 MAX_POSITIONS_WRITTEN_TO_SLIDING_CACHE = 64
 # The attention of a layer: whether it is causal within the drafted block, and the length of the
 # sliding window in positions (None: full attention).

@@ -23,12 +23,12 @@ from infer.targets.layers import UnsupportedLayer, convert_norm
 from infer.targets.support import get_rope_parameters
 from infer.targets.target import Target
 
-# Maximum relative difference of the outputs of a drafter layer and a target layer that count as
-# equal. It is relative to the difference between the drafter layer's output and input, and larger
-# than rounding errors of bfloat16.
+# A drafter layer counts as equal to a target layer if the norm of the difference of their outputs,
+# divided by the norm of what the drafter layer adds to its input, is below this value. The value
+# exceeds rounding errors of bfloat16.
 MAX_LAYER_DIFFERENCE = 0.05
-# MAX_LAYER_DIFFERENCE for target layers with gated attention, which a drafter layer only
-# approximates.
+# The value of MAX_LAYER_DIFFERENCE for target layers with gated attention, which a drafter layer
+# only approximates.
 MAX_GATED_LAYER_DIFFERENCE = 1.0
 MIN_WARM_START_COMPARED_POSITIONS = (
     4  # minimum number of positions at which a drafter layer and a target layer are compared
@@ -204,8 +204,8 @@ def measure_mean_gates(
     target.compute_packed_features(ids, positions, torch.zeros_like(ids), ())
     hook.remove()
 
-    # For each head, the output of the query projection contains a query and a gate.
-    # (tokens, heads, head size)
+    # The query projection computes a query and a gate for each head. These are the gates, (tokens,
+    # heads, head size).
     gates = projected[0].unflatten(-1, (-1, 2, attention.head_dim))[0, :, :, 1]
     return gates.float().sigmoid().mean(0).flatten().cpu()
 

@@ -70,8 +70,8 @@ class DARTLayer(DrafterLayer):
         # norm of the target's projected hidden states; `input_layernorm` is the norm of the
         # embeddings of the next tokens
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        # mask vector: input of attention at every drafted position but the first; no norm is
-        # applied
+        # mask vector: input of attention at all input positions of a block but the first; no norm
+        # is applied
         self.mask_rep = nn.Parameter(torch.empty(2 * config.hidden_size))
 
     def prepare_attention_inputs(
@@ -288,7 +288,8 @@ class DART(Drafter):
         """
         offsets = torch.arange(self.num_queries, device=first_positions.device)
         block_positions = positions.gather(1, first_positions)[..., None] + offsets
-        rotary = self.compute_rotary(block_positions.flatten(1))  # (B, N * W, E)
+        # (B, slots of all blocks, head size)
+        rotary = self.compute_rotary(block_positions.flatten(1))
         context_rotary = self.compute_rotary(positions)
 
         def gather_first_slots(values: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from infer.drafters.heads.table import read_head_config
 from infer.drafters.key_rules import CAUSAL_KEYS, REQUIRED_SIZE_KEYS
 
 EMPTY_MAPPING: Mapping[str, Any] = {}
-# channels that share a convolution kernel, if config.json lacks conv_group_size
+# number of channels that share a convolution kernel, if config.json lacks conv_group_size
 DEFAULT_CONVOLUTION_GROUP_SIZE = 16
 
 
@@ -29,8 +29,8 @@ class CheckpointLayout(NamedTuple):
     drafts_from_anchor: bool = False
     # config.json keys that are required in addition to those of the public layout
     required_keys: tuple[str, ...] = ()
-    # Values of keys that are missing in config.json, where the code that defines the layout has
-    # another default than this project.
+    # Values of missing config.json keys, if the program that defines the layout has other defaults
+    # than this project.
     defaults: Mapping[str, Any] = EMPTY_MAPPING
     # Key: prefix of tensor names in the checkpoint. Value: the prefix in this project.
     tensor_prefixes: Mapping[str, str] = EMPTY_MAPPING
@@ -43,7 +43,7 @@ class CheckpointLayout(NamedTuple):
 
 
 PUBLIC_DFLASH_LAYOUT = CheckpointLayout("dflash")
-# The layout of TorchSpec and of its fork AngelSpec, which has no dflash_config.
+# TorchSpec and its fork AngelSpec use this layout, in which config.json has no dflash_config.
 TORCHSPEC_LAYOUT = CheckpointLayout(
     "TorchSpec",
     tensor_prefixes={
@@ -122,8 +122,8 @@ CHECKPOINT_LAYOUTS_BY_DRAFTER_ARCHITECTURE = {
         tensor_prefixes={"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."},
     ),
 }
-# The values of missing keys in speculators' layout. Key: `speculators_model_type` in config.json.
-# In this layout, the keys of Qwen3Config are in the object `transformer_layer_config`.
+# Defaults in speculators' layout. Key: `speculators_model_type` in config.json. Value: the values
+# of config.json keys that may be missing.
 SPECULATORS_DEFAULTS: dict[str, Mapping[str, Any]] = {
     "dflash": EMPTY_MAPPING,
     "dspark": {

@@ -221,8 +221,8 @@ class DFlash(Drafter):
         self.context_projection_suffix = "_target" if self.has_layer_fusion else ""
         num_features = len(self.layer_ids)
         if self.has_layer_fusion:
-            # (drafter layers, target layers): a drafter layer reads the mean of the target layers,
-            # weighted with the softmax of its row.
+            # (drafter layers, target layers): layer i of the drafter reads a weighted mean of
+            # target layers; the weights are softmax(layer_fusion_weights[i]).
             self.layer_fusion_weights = nn.Parameter(
                 torch.empty(config.num_hidden_layers, num_features)
             )

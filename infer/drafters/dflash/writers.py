@@ -186,7 +186,7 @@ def write_transformers(
         "block_size": config.block_size,
         "mask_token_id": drafter.mask_token_id,
         "target_layer_ids": list(drafter.family_config["target_layer_ids"]),
-        # unused by transformers, kept for reading the file again
+        # transformers ignores this key; this project needs it to read the file back
         "num_target_layers": config.num_target_layers,
         "layer_types": config.layer_types,
         "rope_parameters": dict(config.rope_parameters),
@@ -258,7 +258,7 @@ def build_speculators_config(
         # all layers are causal. The DFlash authors' code applies the flag only to layers with a
         # sliding window.
         "sliding_window_non_causal": not any(causal for causal, _ in drafter.attention_patterns),
-        # unused by speculators, kept for reading the file again
+        # speculators ignores this key; this project needs it to read the file back
         "num_target_layers": config.num_target_layers,
         "dtype": str(drafter.dtype).removeprefix("torch."),
     }

@@ -37,9 +37,10 @@ class CandidateLogProbs(NamedTuple):
     """The log-probabilities of each drafted position's candidates (likeliest tokens), for every
     candidate of the previous position as previous token."""
 
-    first_slot: torch.Tensor  # (B, candidates): first drafted position
-    # the other drafted positions, indexed [batch row, position - 1, candidate of the previous
-    # position, candidate]
+    # (B, candidates): at the first drafted position, after the bonus token
+    first_slot: torch.Tensor
+    # (B, drafted positions - 1, candidates of the previous position, candidates): at the other
+    # drafted positions
     later_slots: torch.Tensor
 
 
@@ -92,7 +93,7 @@ class ConditionalDraft:
             max_scores //= 2  # a transform copies the scores, which doubles their memory
         # number of queries per batch row that are scored at the same time
         self.max_queries = max(1, max_scores // (len(bonus) * vocabulary_size))
-        # candidates per position
+        # number of candidate tokens per drafted position
         self.num_candidates = min(candidates, self.head.top_k or candidates, vocabulary_size)
         self.columns = self._choose_candidates()  # (B, drafted positions, candidates)
         self.tokens = self.vocabulary.columns_to_ids(self.columns)
@@ -224,8 +225,8 @@ class ConditionalDraft:
             self.embed_and_norm, self.states[:, slots, None], previous_tokens, slot_numbers, None
         )
         if self.choice_columns is not None and self.transform is None:
-            # The head chooses among `choice_columns`, whose first columns are the candidates. So no
-            # other columns need scores.
+            # The head chooses only among the `top_k` tokens of `choice_columns`, so no other tokens
+            # need scores. The first of these tokens are the candidates.
             choices = self.choice_columns[:, slots]  # (B, positions, top_k)
             matrix = self.head.correction_matrix
             assert matrix is not None and output.correction is not None
