@@ -195,9 +195,9 @@ class Drafter(nn.Module):
 
         `features` (B, T, num_features) are the concatenated hidden states of the target layers
         `layer_ids` at T new positions. `tokens` (B, T) are the tokens at these positions. The first
-        counts[b] positions of batch row b are added; the other positions are padding. `counts` is
-        None if only the device knows the numbers. `counts_on_device` (B,) holds the numbers on the
-        device, or is None if they are not there yet.
+        counts[b] positions of batch row b are added; the other positions are padding.
+        `counts_on_device` (B,) are the same numbers as a tensor on the device. One of the two may
+        be None; `counts` is None if reading the numbers would need a GPU-to-CPU synchronisation.
         """
         raise NotImplementedError
 
@@ -207,8 +207,9 @@ class Drafter(nn.Module):
         """Compute the hidden states (B, num_slots, hidden_size) of the slots (input positions) of
         one block per batch row.
 
-        `bonus` (B,) are the bonus tokens, after which the blocks are drafted. `normalize_for_head`
-        has been applied to the result.
+        `bonus` (B,) are the bonus tokens, after which the blocks are drafted. The final norm has
+        been applied to the result, unless the conditional head reads hidden states before this
+        norm.
         """
         raise NotImplementedError
 
@@ -342,7 +343,8 @@ class Drafter(nn.Module):
             )
         if differences:
             raise ValueError(
-                f"this drafter was made for another target: its config has {'; '.join(differences)}"
+                "this drafter was made for another target: its config has "
+                f"{'; '.join(differences)}. Use the target that it was made for"
             )
 
     def init_weights(self, generator: torch.Generator) -> None:
@@ -376,8 +378,8 @@ class Drafter(nn.Module):
         warm-started, that is, start with weights of target layers.
 
         If the family has its own language model head, this head starts as a copy of the target's.
-        If `warm_start` is true, the layers are warm-started when possible, see
-        `Drafter.warm_start`.
+        With `warm_start`, the method `warm_start` is tried; otherwise the layers start with random
+        weights.
         """
         self.init_weights(generator)
         shrink_final_norm(self.norm, target)
@@ -428,8 +430,8 @@ class Drafter(nn.Module):
         return [self.target_head_copy, *parameter_aliases(self)]
 
     def compute_rotary(self, positions: torch.Tensor) -> CosSin:
-        """Return cos and sin, (B, T, head_size) each, of the rotary embeddings of `positions` (B,
-        T).
+        """Return cos and sin, (B, T, head_size) each, of the rotary embeddings of `positions`
+        (B, T).
 
         The first half of the entries of sin is negated, as `apply_rotary` expects.
         """

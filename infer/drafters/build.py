@@ -148,9 +148,9 @@ def build_feature_layer_keys(
         return {"target_layer_ids": layer_ids, "last_tap": options.last_layer_output}
     if options.last_layer_output != "raw":
         raise ValueError(
-            f"drafter.last_layer_output={options.last_layer_output} has an effect only if "
-            f"drafter.target_layer_ids contains the target's last layer, {last_layer}; add this "
-            "layer or remove drafter.last_layer_output"
+            f"drafter.last_layer_output={options.last_layer_output}: drafter.target_layer_ids "
+            f"does not contain the target's last layer, {last_layer}; add this layer or remove "
+            "drafter.last_layer_output"
         )
     return {"target_layer_ids": layer_ids}
 
@@ -263,8 +263,8 @@ def create_drafter(
 
 @torch.no_grad()
 def get_target_embeddings(target: Target) -> torch.Tensor:
-    """Return the input vector of the target's first layer for every token, (vocab_size,
-    hidden_size).
+    """Return the input vector of the target's first layer for every token,
+    (vocab_size, hidden_size).
 
     The result differs from the embedding's weight if the target scales its embeddings.
     """
@@ -289,9 +289,7 @@ def drop_target_copies(drafter: Drafter, target: Target) -> None:
     }
     for name, (module, target_weight) in pairs.items():
         if module is not None and not equal_in_either_dtype(module.weight, target_weight):
-            raise ValueError(
-                f"the drafter's {name} must be a copy of the target's, but the weights differ"
-            )
+            raise ValueError(f"the drafter's {name} differs from the target's")
         setattr(drafter, name, None)
         setattr(drafter.config, f"has_{name}", False)
 

@@ -85,8 +85,7 @@ class CheckedKeys(dict[str, Any]):
     """The valid entries of a drafter's config.json, as a flat dictionary.
 
     The dictionary has the keys that have a rule in `DRAFTER_CONFIG_KEY_RULES` and whose value the
-    rule allows. A wrong value is described in `problems`, and an unknown key in `problems` or
-    `warnings`.
+    rule allows. The lists `problems` and `warnings` hold sentences about all other keys.
 
     `raw` is the content of config.json. `objects` names the nested objects that are merged into the
     top level. `defaults` are the values of keys that are missing or null. `key_names` maps the

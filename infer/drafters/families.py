@@ -233,7 +233,7 @@ def check_family_options(options: Any) -> None:
         option = f"drafter.{name}={value}"
         if name == "head":
             option = f"drafter.head.name={value.name}"
-        raise ValueError(f"{option}: drafter={options.family} ignores this option; remove it")
+        raise ValueError(f"{option}: drafter={options.family} does not have this option; remove it")
 
 
 def check_export_format(

@@ -78,8 +78,8 @@ class DrafterAttention(nn.Module):
     def project_keys_values(
         self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, suffix: str = ""
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the keys and values, (B, heads, T, head_size) each, of `states` (B, T,
-        input_size).
+        """Compute the keys and values, (B, heads, T, head_size) each, of `states`
+        (B, T, input_size).
 
         `cos` and `sin` (B, T, head_size) are the rotary embeddings of the T positions. `suffix` is
         appended to the names of the projections `k_proj` and `v_proj` that are used.
@@ -122,17 +122,18 @@ class DrafterLayer(nn.Module):
         return target_weights
 
     def prepare_attention_inputs(self, states: torch.Tensor) -> torch.Tensor:
-        """Compute the inputs of attention (..., input_size) from hidden states `states` (...,
-        hidden_size)."""
+        """Compute the inputs of attention (..., input_size) from hidden states `states`
+        (..., hidden_size)."""
         return self.input_layernorm(states)
 
     def apply_sublayer(
         self, name: str, inputs: torch.Tensor, sublayer: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """Return the output of a sublayer, attention or MLP, for normalised inputs.
+        """Return the output of a sublayer for normalised inputs.
 
-        `name` is "attention" or "mlp". `sublayer` computes it. A drafter family may override this
-        method to add other operations before and after the sublayer, for example convolutions.
+        `name` is "attention" or "mlp", and `sublayer` is the function that computes the output. A
+        drafter family may override this method to add other operations before and after the
+        sublayer, for example convolutions.
         """
         return sublayer(inputs)
 
@@ -175,9 +176,9 @@ def attend_packed_context(
     blocks.
 
     `queries`, `keys` and `values` (B, heads, num_queries, head_size) belong to the blocks.
-    `context_keys_values` are the keys and the values of packed sequences of T tokens, (B, heads, T,
-    head_size) each. The columns of `mask` are first the T context positions, then the positions of
-    the blocks. Returns the output of attention in the shape of `queries`.
+    `context_keys_values` are the keys and the values of packed sequences of T tokens,
+    (B, heads, T, head_size) each. The columns of `mask` are first the T context positions, then the
+    positions of the blocks. Returns the output of attention in the shape of `queries`.
     """
     context_keys, context_values = context_keys_values
     keys = torch.cat([context_keys, keys], dim=2)

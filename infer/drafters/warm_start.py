@@ -158,11 +158,11 @@ def match_rotary_order(head_size: int, rotary_factor: float) -> torch.Tensor | N
     """Return the order (head_size,) int64 of head entries that converts a target's attention head
     to a drafter's: the drafter's entry i is the target's entry order[i].
 
-    Rotary embeddings rotate only R = head_size * rotary_factor entries in the target, but all E =
-    head_size entries in a drafter. In the target, the pair (i, i + R / 2) has the frequency
-    base^(-2 i / R). In a drafter, the pair (s, s + E / 2) has the frequency base^(-2 s / E). The
-    two are equal for s = i E / R, so target pair i becomes drafter pair i E / R. The remaining
-    entries rotate in the drafter, although they do not rotate in the target.
+    Rotary embeddings rotate R = head_size * rotary_factor entries of a head in the target, but all
+    E entries in a drafter, where E is head_size. In the target, the pair (i, i + R / 2) has the
+    frequency base^(-2 i / R). In a drafter, the pair (s, s + E / 2) has the frequency base^(-2 s /
+    E). The two are equal for s = i E / R, so target pair i becomes drafter pair i E / R. The
+    remaining entries rotate in the drafter, although they do not rotate in the target.
 
     R must be even and divide E; otherwise None is returned.
     """

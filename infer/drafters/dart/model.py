@@ -262,8 +262,7 @@ class DART(Drafter):
         `ids` (B, T) are the tokens. `anchors` (B, num_blocks) are the indices of the blocks' bonus
         tokens. Returns the embeddings (B, T, hidden_size) of the token after each position, and the
         indices (B, num_blocks) of the blocks' first slots, each one position before the bonus
-        token. A document's last position gets the next document's token, but no block attends to
-        it.
+        token. No block attends to a document's last position, so its embedding does not matter.
         """
         next_embeddings = target.embed(ids.roll(-1, dims=1)).to(self.norm.weight.dtype)
         # Unused entries of `anchors` may be 0. Their blocks are ignored, so clamping is harmless.
@@ -280,9 +279,9 @@ class DART(Drafter):
     ) -> torch.Tensor:
         """Run all blocks of packed sequences at once, in training (DART section 3.3).
 
-        `features` (B, T, num_features), `positions` (B, T) and `next_embeddings` (B, T,
-        hidden_size) describe the T context positions. `first_positions` (B, num_blocks) are the
-        indices of the blocks' first slots (input positions). `mask` comes from
+        `features` (B, T, num_features), `positions` (B, T) and `next_embeddings`
+        (B, T, hidden_size) describe the T context positions. `first_positions` (B, num_blocks) are
+        the indices of the blocks' first slots (input positions). `mask` comes from
         `build_training_mask`; its columns are the context positions, then all slots. Returns the
         slots' hidden states (B, num_blocks * num_slots, hidden_size) after `normalize_for_head`.
         """

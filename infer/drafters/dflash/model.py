@@ -138,8 +138,8 @@ class BlockConvolution(nn.Module):
 
 
 class DFlashLayer(DrafterLayer):
-    """A decoder layer of DFlash. If the config has convolutions, there is one before and one after
-    attention, and one before and one after the MLP."""
+    """A decoder layer of DFlash. If the config has convolutions, one is applied before and one
+    after attention, and one before and one after the MLP."""
 
     drafter_only_prefixes = (
         "attention_conv.",
@@ -388,9 +388,9 @@ class DFlash(Drafter):
         """Compute the inputs of `forward` for packed sequences of T tokens each.
 
         `ids` and `positions` (B, T) are the tokens and their positions. `anchors` (B, num_blocks)
-        are the indices of the blocks' bonus tokens. Returns the embeddings (B, num_blocks *
-        num_slots, hidden_size) and the positions (B, num_blocks * num_slots) of the blocks' input
-        tokens.
+        are the indices of the blocks' bonus tokens. Returns the embeddings
+        (B, num_blocks * num_slots, hidden_size) and the positions (B, num_blocks * num_slots) of
+        the blocks' input tokens.
         """
         block_ids = self.build_block_ids(ids.gather(1, anchors))
         blocks = self.embed(target, block_ids).flatten(1, 2)

@@ -10,13 +10,13 @@ The token before a slot can be any token of the target, because it may come from
 n-gram. A table that is indexed by this token therefore has V rows, as in DSpark's layout. The table
 `correction_matrix` is indexed by the drafted token and has R rows.
 
-Every head computes the logits of slot k as `logits = lm_head @ head_input + correction_matrix @
-correction`. `head_input` (D,) and `correction` (r,) depend on the slot's hidden state h_k and on
-the token before the slot. In a recurrent head, they depend on all tokens of the block before the
-slot. `correction_matrix` (R, r) is a parameter of the head. A head without this parameter adds no
-correction. Thanks to this common form, one function in `train/objective.py` computes the gradients
-of every head chunk by chunk, and the code in `infer/drafters/heads/draft.py` decodes with every
-head.
+Every head computes the logits of slot k as
+`logits = lm_head @ head_input + correction_matrix @ correction`. `head_input` (D,) and `correction`
+(r,) depend on the slot's hidden state h_k and on the token before the slot. In a recurrent head,
+they depend on all tokens of the block before the slot. `correction_matrix` (R, r) is a parameter of
+the head. A head without this parameter adds no correction. Thanks to this common form, one function
+in `train/objective.py` computes the gradients of every head chunk by chunk, and the code in
+`infer/drafters/heads/draft.py` decodes with every head.
 """
 
 from collections.abc import Callable
@@ -83,8 +83,8 @@ class Head(nn.Module):
         """Return the recurrent state (B, 1, state_size) before the first drafted token; None if the
         head is not recurrent.
 
-        `bonus_tokens` (B,) int64 are the tokens before the first drafted token. `states` (B,
-        num_slots, hidden_size) are the hidden states at all input positions of the block.
+        `bonus_tokens` (B,) int64 are the tokens before the first drafted token. `states`
+        (B, num_slots, hidden_size) are the hidden states at all input positions of the block.
         """
         return None
 

@@ -99,11 +99,8 @@ class ConditionalDraft:
         self.tokens = self.vocabulary.columns_to_ids(self.columns)
 
     def _choose_candidates(self) -> torch.Tensor:
-        """Return the candidates of each drafted position: the likeliest tokens by the scores
-        without the head, as columns of the scores.
-
-        The shape is (B, drafted positions, num_candidates).
-        """
+        """Return the candidates of each drafted position, (B, drafted positions, num_candidates):
+        the likeliest tokens by the scores without the head, as column indices of the scores."""
         if self.transform is None:
             return self.base_scores.topk(self.num_candidates, dim=-1).indices
 
@@ -140,8 +137,8 @@ class ConditionalDraft:
         return scores, output.recurrent_state
 
     def apply_head_output(self, base_scores: torch.Tensor, output: HeadOutput) -> torch.Tensor:
-        """Add the head's output to scores without the head. Return the scores (...,
-        draft_vocab_size) with the head.
+        """Add the head's output to scores without the head. Return the scores
+        (..., draft_vocab_size) with the head.
 
         `base_scores` are the scores without the head, broadcast to the result's shape. They are
         ignored if the head corrects no logits but changes the input of the language model head.
@@ -216,8 +213,8 @@ class ConditionalDraft:
         alternative tokens before each position.
 
         `slots` is the range of the positions. `previous_tokens` (B, positions, alternatives) are
-        the tokens before them. The result has the shape (B, positions, alternatives,
-        num_candidates).
+        the tokens before them. The result has the shape
+        (B, positions, alternatives, num_candidates).
         """
         device = previous_tokens.device
         slot_numbers = torch.arange(self.length, device=device)[slots, None]  # (positions, 1)

@@ -1,11 +1,13 @@
 """Domino's conditional head: a GRU reads the drafted tokens before a position, and a small network
 corrects the logits from the GRU's state and the position's hidden state.
 
-The logits of the k-th drafted position, counted from 1, are U_k + C silu(J [h_k; GRU(E[x_0 ..
-x_{k-1}])]). U_k are the logits without the head, h_k is the hidden state at this position, x_0 is
-the bonus token, x_1 .. x_{k-1} are the tokens drafted before position k, E is the target's
-embedding, and C and J are matrices. The first `pure_draft_prefix_len` drafted positions get no
-correction.
+The logits of the k-th drafted position, counted from 1, are
+
+U_k + C silu(J [h_k; GRU(E[x_0 .. x_{k-1}])]).
+
+U_k are the logits without the head, h_k is the hidden state at this position, x_0 is the bonus
+token, x_1 .. x_{k-1} are the tokens drafted before position k, E is the target's embedding, and C
+and J are matrices. The first `pure_draft_prefix_len` drafted positions get no correction.
 """
 
 import torch
