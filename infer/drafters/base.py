@@ -1,9 +1,12 @@
 """The base class of drafters, with the code that all drafter families share.
 
+A slot is an input position of a drafted block. A slot's hidden state after the last layer gives the
+distribution of one drafted token.
+
 Shapes: B batch rows, C new context positions, T context length, N anchors (positions of the bonus
 tokens after which blocks are drafted), L drafted positions, W slots of a block, D hidden size, F
-features of a position (hidden states of several target layers, concatenated), E head size, V
-tokens of the target's vocabulary, R tokens of the draft vocabulary (R <= V).
+features of a position (hidden states of several target layers, concatenated), E head size, V tokens
+of the target's vocabulary, R tokens that the drafter can propose (R <= V).
 
 A family consists of a subclass of `Drafter` and an entry in `infer.drafters.families`. Read
 dflash/model.py as the example. Besides its modules, a subclass defines:
@@ -13,10 +16,10 @@ dflash/model.py as the example. Besides its modules, a subclass defines:
 - for reading and writing config.json: `read_config` and `export_writers`;
 - for training: `prepare_inputs` and `forward` run all blocks of packed sequences in one pass, with
   one attention mask for each of `attention_patterns`;
-- for decoding: `build_state` creates the KV cache, `update_context` adds newly committed positions
-  to the KV cache, and `compute_block_states` computes the states of one block per sequence, from
-  which `draft_block` computes the marginals;
-- for warm starts: `choose_warm_start_layers` and `finish_warm_start`.
+- for decoding: `build_state` wraps the KV cache, `update_context` adds newly committed positions to
+  the KV cache, and `compute_block_states` computes the hidden states of one block per sequence,
+  from which `draft_block` computes the distributions of the drafted tokens;
+- for warm starts from the target's weights: `choose_warm_start_layers` and `finish_warm_start`.
 """
 
 from collections.abc import Callable, Collection
@@ -46,43 +49,50 @@ from infer.trees.vocabulary import FULL_VOCABULARY, DraftVocabulary
 
 
 class DraftedBlock(NamedTuple):
-    """The result of drafting one block per batch row."""
+    """One drafted block per batch row: the distribution of the token at each drafted position."""
 
-    marginals: torch.Tensor  # (B, L, R) log-probabilities, float32
-    # (B, W, D) states of all slots, read by the conditional head; None if the drafter has no head
+    # (B, drafted positions, tokens that the drafter can propose) float32 log-probabilities
+    marginals: torch.Tensor
+    # (B, slots of the block, hidden size): hidden states after the last layer, which the
+    # conditional head reads; None if the drafter has no conditional head
     states: torch.Tensor | None = None
 
 
 class Drafter(nn.Module):
-    """A drafter of any family. The parameters have the same names as in the family's public
+    """The base class of drafters. The parameters have the same names as in the family's public
     checkpoints."""
 
     family: Family
     # Key: the name of an export format. Value: the function that converts a drafter to this format;
     # infer/drafters/dflash/writers.py describes its arguments and its result.
     export_writers: dict[str, Callable] = {}
-    anchor_offset = 0  # the first slot of a block is this many positions before the anchor
-    attention_patterns: list[AttentionPattern]  # distinct attention patterns of all layers
-    num_queries: int  # W, the number of slots of a block
-    first_draft_slot: int  # the index of the first slot whose state drafts a token
-    mask_token_id: int | None = None  # token id in the drafted slots; None if they hold no token
-    norm: nn.RMSNorm  # the final norm
-    # (R,) int64: draft token r is token r + d2t[r] of the target; None for the whole vocabulary
+    anchor_offset = 0  # number of positions by which a block's first slot precedes the bonus token
+    # distinct attention patterns (causal or not, length of the sliding window) of the layers
+    attention_patterns: list[AttentionPattern]
+    num_queries: int  # number of slots (input positions) of a block
+    first_draft_slot: int  # index, in a block, of the first slot whose output is a drafted token
+    # input token of drafted positions; None if a learned vector is used
+    mask_token_id: int | None = None
+    norm: nn.RMSNorm  # norm before the language model head
+    # (number of tokens that the drafter can propose,) int64: the drafter's token i is the target's
+    # token i + d2t[i]. None if the drafter can propose all tokens of the target.
     d2t: torch.Tensor | None
 
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__()
         self.config = config
-        self.block_size: int = config.block_size  # L + 1: the drafted positions and the bonus token
+        # number of drafted positions + 1, as the bonus token is counted too
+        self.block_size: int = config.block_size
         self.layer_ids = get_feature_layer_ids(self.family_config, config.num_target_layers)
         # The module is stored in a list so that `nn.Module.to` does not find it: rotary embeddings
         # must not be cast to bfloat16.
         self.rotary_modules = [Qwen3RotaryEmbedding(config)]
-        self.head_spec: HeadSpec | None = None  # describes the conditional head; None without one
+        # properties of the conditional head; None without a head
+        self.head_spec: HeadSpec | None = None
         self.confidence_head: ConfidenceHead | None = None
-        # whether the conditional head reads the states before the final norm
+        # whether the conditional head reads the last layer's output before the final norm
         self.head_reads_raw_states = False
-        # n-gram file in the checkpoint's folder, with which engines score draft trees
+        # file of n-gram counts in the checkpoint's folder, which improves the scores of draft trees
         self.ngram_path: Path | None = None
         self.quantised = False  # whether the linear layers have int8 weights
         # whether training recomputes activations in the backward pass instead of storing them
@@ -94,25 +104,28 @@ class Drafter(nn.Module):
         if draft_vocab_size is not None:
             d2t = torch.zeros(draft_vocab_size, dtype=torch.long)
         self.register_buffer("d2t", d2t)
-        self.target_head_copy: TargetHeadCopy | None = None  # see `get_target_head`
+        self.target_head_copy: TargetHeadCopy | None = None  # cached result of `get_target_head`
 
-    # Methods that every family defines.
+    # Every family overrides the following methods.
 
     @staticmethod
     def read_config(
         family: Family, raw: dict, tensors: Collection[str], target_layers: int | None
     ) -> ParsedConfig | None:
-        """Translate a config.json, `raw`, to this project's keys. Return None if `raw` is in none
-        of the family's layouts.
+        """Translate the content of a drafter's config.json to this project's keys.
 
-        `tensors` are the names of the stored tensors. `target_layers` is the target's number of
-        layers; it is used for layouts that do not store this number.
+        `raw` is the content. `tensors` are the names of the tensors in the checkpoint.
+        `target_layers` is the target's number of layers, used if `raw` does not store this number.
+        Returns None if the family cannot read this form of config.json.
         """
         raise NotImplementedError
 
     @staticmethod
     def default_layer_ids(target_layers: int, layers: int) -> list[int]:
-        """Return the target layers whose states a new drafter of `layers` layers reads."""
+        """Return the default choice of target layers whose hidden states a new drafter reads.
+
+        `target_layers` and `layers` are the numbers of layers of the target and of the drafter.
+        """
         raise NotImplementedError
 
     @staticmethod
@@ -126,8 +139,13 @@ class Drafter(nn.Module):
     def choose_warm_start_layers(
         layer_ids: tuple[int, ...], layers: int, target_config: PretrainedConfig
     ) -> list[int]:
-        """Return the target layers from whose weights the drafter's layers start, one for each
-        drafter layer; [] if the target has no suitable layers."""
+        """Choose the target layers whose weights are copied into the drafter's layers in a warm
+        start.
+
+        `layer_ids` are the target layers that the drafter reads, and `layers` is the drafter's
+        number of layers. Returns one target layer for each drafter layer, or [] if the target has
+        no suitable layers.
+        """
         raise NotImplementedError
 
     def finish_warm_start(
@@ -136,25 +154,32 @@ class Drafter(nn.Module):
         target: Target,
         generator: torch.Generator | None,
     ) -> None:
-        """Finish a warm start: set the remaining weights that depend on the target.
+        """Finish a warm start: set those weights that depend on the target and are not copies of a
+        target layer's weights.
 
-        `layer_weights` are the weights that the warm start copied into each layer.
+        `layer_weights` holds, for each layer of the drafter, the weights that were copied from the
+        target. `generator` draws random tokens.
         """
         raise NotImplementedError
 
     def prepare_inputs(
         self, target: Target, ids: torch.Tensor, positions: torch.Tensor, anchors: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the two arguments of `forward` that follow `positions` and precede the masks.
+        """Compute the inputs of `forward` that depend on the drafter family: the two arguments
+        between `positions` and the masks.
 
-        `ids` and `positions` (B, T) are the tokens and positions of packed sequences. `anchors`
-        (B, N) are the indices of the blocks' bonus tokens in the packed sequences.
+        `ids` and `positions` (B, T) are the T tokens of each packed sequence and their positions.
+        `anchors` (B, num_blocks) are the indices of the blocks' bonus tokens in the packed
+        sequences.
         """
         raise NotImplementedError
 
     def build_state(self, cache: KVCache, rotary_tables: CosSin) -> DrafterState:
-        """Return a decoding state that holds an empty `cache` and `rotary_tables`, cos and sin of
-        all positions."""
+        """Return a decoding state that contains `cache` and `rotary_tables`.
+
+        `cache` is an empty KV cache. `rotary_tables` are cos and sin of the rotary embeddings of
+        all positions.
+        """
         raise NotImplementedError
 
     def update_context(
@@ -168,22 +193,27 @@ class Drafter(nn.Module):
     ) -> None:
         """Add newly committed positions to the decoding state.
 
-        `features` (B, C, F) are the concatenated hidden states of the target layers `layer_ids`.
-        `tokens` (B, C) are the tokens of the same positions. The first counts[b] positions of batch
-        row b are added; the other positions are padding. `counts_on_device` (B,) holds the same
-        numbers as `counts`, if they are on the device already. `counts` is None if only the device
-        knows the numbers.
+        `features` (B, T, num_features) are the concatenated hidden states of the target layers
+        `layer_ids` at T new positions. `tokens` (B, T) are the tokens at these positions. The first
+        counts[b] positions of batch row b are added; the other positions are padding.
+        `counts_on_device` (B,) are the same numbers as a tensor on the device. One of the two may
+        be None; `counts` is None if reading the numbers would need a GPU-to-CPU synchronisation.
         """
         raise NotImplementedError
 
     def compute_block_states(
         self, target: Target, bonus: torch.Tensor, position: BlockPosition, state: Any
     ) -> torch.Tensor:
-        """Compute the states (B, W, D) of one block after each of the bonus tokens (B,), and apply
-        `normalize_for_head` to the states."""
+        """Compute the hidden states (B, num_slots, hidden_size) of the slots (input positions) of
+        one block per batch row.
+
+        `bonus` (B,) are the bonus tokens, after which the blocks are drafted. The final norm has
+        been applied to the result, unless the conditional head reads hidden states before this
+        norm.
+        """
         raise NotImplementedError
 
-    # Methods that all families share.
+    # All families share the following methods.
 
     @property
     def dtype(self) -> torch.dtype:
@@ -202,8 +232,8 @@ class Drafter(nn.Module):
 
     @property
     def vocabulary(self) -> DraftVocabulary:
-        """The tokens that the drafter can propose. `d2t` defines them, as in EAGLE-3 and
-        FR-Spec."""
+        """The tokens that the drafter can propose: all tokens of the target, or the subset that
+        `d2t` defines (as in EAGLE-3 and FR-Spec)."""
         if self.d2t is None:
             return FULL_VOCABULARY
         tokens = self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
@@ -220,8 +250,12 @@ class Drafter(nn.Module):
         return cast(Head, self.get_submodule(self.head_spec.attribute))
 
     def add_conditional_head(self) -> None:
-        """Add the conditional head and the confidence head that config.json describes, if any, with
-        uninitialised weights."""
+        """Create the conditional head and the confidence head if config.json describes them. Their
+        weights are uninitialised.
+
+        A conditional head makes a drafted token's score depend on the drafted tokens before it. A
+        confidence head predicts the probability that a drafted token is accepted.
+        """
         family_config = self.family_config
         spec = find_head_spec(family_config)
         self.head_spec = spec
@@ -238,8 +272,10 @@ class Drafter(nn.Module):
             self.confidence_head = ConfidenceHead(input_size)
 
     def add_embedding_and_head(self, embedding: bool, head: bool) -> None:
-        """Add modules of the drafter's own: an embedding if `embedding`, and a language model head
-        if `head`. The drafter uses the target's module in place of one that is not added."""
+        """Create an embedding if `embedding` is true, and a language model head if `head` is true.
+
+        The drafter uses the target's module in place of one that is not created.
+        """
         config = self.config
         if embedding:
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -247,30 +283,36 @@ class Drafter(nn.Module):
             self.lm_head = nn.Linear(config.hidden_size, get_draft_vocab_size(config), bias=False)
 
     def embed(self, target: Target, ids: torch.Tensor) -> torch.Tensor:
-        """Return the embeddings (..., D) of token ids (...) in the drafter's dtype."""
+        """Return the embeddings (..., hidden_size) of token ids `ids` (...) in the drafter's
+        dtype."""
         embedded = target.embed(ids) if self.embed_tokens is None else self.embed_tokens(ids)
         return embedded.to(self.norm.weight.dtype)
 
     def compute_logits(self, target: Target, states: torch.Tensor) -> torch.Tensor:
-        """Return the logits (..., R), float32, for states (..., D) that the final norm was applied
-        to."""
+        """Return the float32 logits (..., draft_vocab_size) of hidden states (..., hidden_size).
+
+        The final norm must already have been applied to `states`.
+        """
         if self.lm_head is not None:
             return target.logit_scale(self.lm_head(states)).float()
         return target.logit_scale(get_target_head(self, target)(states.to(target.dtype))).float()
 
     def apply_final_norm(self, states: torch.Tensor) -> torch.Tensor:
-        """Apply the final norm to states (..., D) of the last layer. The result (..., D) is the
-        input of the language model head."""
+        """Apply the final norm to the last layer's hidden states (..., hidden_size). The result has
+        the same shape and is the input of the language model head."""
         return self.norm(states)
 
     def normalize_for_head(self, states: torch.Tensor) -> torch.Tensor:
-        """Apply the final norm to states (..., D) of the last layer, unless the conditional head
-        reads states before the final norm: then return the states unchanged."""
+        """Apply the final norm to the last layer's hidden states (..., hidden_size).
+
+        Return them unchanged if the drafter's conditional head reads hidden states before the final
+        norm.
+        """
         return states if self.head_reads_raw_states else self.apply_final_norm(states)
 
     def check_target(self, target: Target) -> None:
         """Raise ValueError if the drafter was made for another target. The message names every
-        difference."""
+        difference between the config of the drafter and the target."""
         config = self.config
         target_config = target.config
         sizes = {
@@ -301,12 +343,16 @@ class Drafter(nn.Module):
             )
         if differences:
             raise ValueError(
-                f"this drafter was made for another target: its config has {'; '.join(differences)}"
+                "this drafter was made for another target: its config has "
+                f"{'; '.join(differences)}. Use the target that it was made for"
             )
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Initialise all weights: draw matrices from a normal distribution with the standard
-        deviation `config.initializer_range`, and set the weights of norms to one."""
+        """Initialise all weights of the drafter.
+
+        Matrices are drawn from a normal distribution with the standard deviation
+        `config.initializer_range`. The weights of norms are set to one.
+        """
         for parameter in self.parameters():
             if parameter.ndim == 2:
                 nn.init.normal_(parameter, std=self.config.initializer_range, generator=generator)
@@ -315,8 +361,11 @@ class Drafter(nn.Module):
         self.init_head_weights(generator)
 
     def init_head_weights(self, generator: torch.Generator) -> None:
-        """Initialise the conditional head and the confidence head, if the drafter has them. With
-        these weights, the drafter's scores are the same as without a conditional head."""
+        """Initialise the conditional head and the confidence head, if the drafter has them.
+
+        With these initial weights, the conditional head does not change the scores of drafted
+        tokens.
+        """
         if self.conditional_head is not None:
             self.conditional_head.init_weights(generator)
         if self.confidence_head is not None:
@@ -325,11 +374,12 @@ class Drafter(nn.Module):
 
     @torch.no_grad()
     def initialize(self, target: Target, generator: torch.Generator, warm_start: bool) -> bool:
-        """Initialise all weights for a target. Return whether the layers were warm-started.
+        """Initialise all weights of a new drafter for a target. Return whether the layers were
+        warm-started, that is, start with weights of target layers.
 
-        If the family includes a language model head, the head starts as a copy of the target's.
-        With `warm_start`, the drafter's layers start with the weights of target layers, provided
-        that a drafter layer with these weights computes what the target layer computes.
+        If the family has its own language model head, this head starts as a copy of the target's.
+        With `warm_start`, the method `warm_start` is tried; otherwise the layers start with random
+        weights.
         """
         self.init_weights(generator)
         shrink_final_norm(self.norm, target)
@@ -340,11 +390,12 @@ class Drafter(nn.Module):
 
     @torch.no_grad()
     def warm_start(self, target: Target, generator: torch.Generator | None = None) -> bool:
-        """Copy the weights of target layers and of the target's final norm into the drafter, which
-        then reads the features of a single target layer. Return whether this was possible.
+        """Copy the weights of target layers and of the target's final norm into the drafter. Return
+        whether this was possible.
 
-        Returns False and changes nothing if a drafter layer with these weights would not compute
-        what the target layer computes.
+        It is possible if a drafter layer with a target layer's weights computes the same as the
+        target layer. If not, nothing is changed. The projection of the target's hidden states, if
+        the drafter has one, is set to select a single target layer.
         """
         layers = [module for module in self.modules() if isinstance(module, DrafterLayer)]
         layer_ids = self.choose_warm_start_layers(self.layer_ids, len(layers), target.config)
@@ -363,31 +414,37 @@ class Drafter(nn.Module):
                 return False
 
         for layer, weights in zip(layers, layer_weights, strict=True):
-            # `weights` contains no convolutions, which stay the identity.
+            # strict=False: target layers have no convolutions, so the drafter's convolutions keep
+            # their initial weights, with which they are the identity.
             layer.load_state_dict(weights, strict=False)
         self.norm.weight.copy_(convert_norm(cast(nn.Module, target.decoder.norm)).weight)
         self.finish_warm_start(layer_weights, target, generator)
         return True
 
     def graph_references(self) -> list[object]:
-        """Return the objects whose memory drafting reads, apart from the arguments and the state.
-        `Target.graph_references` explains what they are needed for."""
+        """Return the objects whose memory is read during drafting, apart from the arguments and the
+        decoding state.
+
+        If drafting is recorded as a CUDA graph, these objects must stay alive as long as the graph.
+        """
         return [self.target_head_copy, *parameter_aliases(self)]
 
     def compute_rotary(self, positions: torch.Tensor) -> CosSin:
-        """Return cos and sin (B, T, E) of absolute positions (B, T).
+        """Return cos and sin, (B, T, head_size) each, of the rotary embeddings of `positions`
+        (B, T).
 
-        The sines of the first half are negated, as `apply_rotary` expects.
+        The first half of the entries of sin is negated, as `apply_rotary` expects.
         """
         rotary_module = self.rotary_modules[0].to(positions.device)
         cos, sin = rotary_module(self.norm.weight, positions)
         return cos, negate_first_half(sin)
 
     def allocate_state(self, rows: int, capacity: int, keep_all: bool = False) -> DrafterState:
-        """Return an empty decoding state for up to `rows` sequences of up to `capacity` positions.
+        """Return an empty decoding state for up to `rows` sequences of up to `capacity` positions
+        each.
 
-        If all layers have a sliding window, the KV cache drops positions that have left every
-        window. `keep_all` keeps these positions.
+        If all layers have a sliding window, the KV cache drops positions that no layer can attend
+        to any more, unless `keep_all` is true.
         """
         config = self.config
         weight = self.norm.weight
@@ -401,10 +458,11 @@ class Drafter(nn.Module):
 
     @torch.no_grad()
     def draft_block(self, target: Target, bonus: torch.Tensor, state: Any) -> DraftedBlock:
-        """Draft one block for every batch row, after the bonus tokens (B,) int64.
+        """Draft one block for every batch row, after the bonus tokens `bonus` (B,) int64.
 
-        The KV cache does not keep the keys and values of the block. The returned marginals do not
-        include the conditional head.
+        The KV cache does not keep the keys and values of the block. The result does not depend on
+        the conditional head: each position's distribution is independent of the other drafted
+        tokens.
         """
         cache = state.cache
         rows = len(bonus)
@@ -420,10 +478,11 @@ class Drafter(nn.Module):
 def get_feature_layer_ids(
     family_config: dict[str, Any], num_target_layers: int | None
 ) -> tuple[int, ...]:
-    """Return the ids, as `Target` counts them, of the target layers whose states the drafter reads.
+    """Return the ids of the target layers whose hidden states the drafter reads, counted from 0.
 
-    `Target` counts layers from 0. The id `num_target_layers` stands for the last layer's states
-    after the final norm. `num_target_layers` is None if config.json does not store it.
+    `family_config` is the object in config.json that holds the family's keys. The returned id
+    `num_target_layers` stands for the last layer's hidden states after the final norm. The argument
+    `num_target_layers` is the target's number of layers, None if config.json does not store it.
     """
     layer_ids = family_config["target_layer_ids"]
     if num_target_layers is None or family_config.get("last_tap") != "normed":
@@ -434,20 +493,21 @@ def get_feature_layer_ids(
 
 
 def limit_attention_window(drafter: Drafter, window: int) -> None:
-    """Limit the attention of every layer to the last `window` positions, block included.
+    """Limit the attention of every layer of the drafter to a sliding window of `window` positions,
+    which include the drafted block.
 
     SGLang has the same option, `--speculative-dflash-draft-window-size`. Raises ValueError if the
-    family does not support sliding windows, or if the window is shorter than a block.
+    drafter's family does not support sliding windows, or if the window is shorter than a block.
     """
     if "sliding_window" not in drafter.family.options:
         raise ValueError(
-            f"drafter.sliding_window={window}: {drafter.family.title} drafters have no sliding "
-            "window; remove this option"
+            f"drafter.sliding_window={window}: {drafter.family.title} drafters do not support "
+            "sliding windows; remove this option"
         )
     if window < drafter.block_size:
         raise ValueError(
-            f"drafter.sliding_window={window}: the window must be at least as long as a block, "
-            f"{drafter.block_size} positions"
+            f"drafter.sliding_window={window}: the window must be at least as long as a block; use "
+            f"{drafter.block_size} or more"
         )
     drafter.attention_patterns = [
         (causal, window if old_window is None else min(window, old_window))
@@ -456,8 +516,10 @@ def limit_attention_window(drafter: Drafter, window: int) -> None:
 
 
 def draft_from_states(drafter: Drafter, target: Target, states: torch.Tensor) -> DraftedBlock:
-    """Compute the drafted block of each batch row from the states (B, W, D) of the block's slots,
-    the result of `Drafter.compute_block_states`."""
+    """Compute the drafted block of each batch row from the hidden states of the block's slots.
+
+    `states` (B, num_slots, hidden_size) is the result of `Drafter.compute_block_states`.
+    """
     draft_states = states[:, drafter.first_draft_slot :].contiguous()
     if drafter.head_reads_raw_states:
         draft_states = drafter.apply_final_norm(draft_states)
@@ -468,9 +530,9 @@ def draft_from_states(drafter: Drafter, target: Target, states: torch.Tensor) ->
 def get_target_head(drafter: Drafter, target: Target) -> nn.Module:
     """Return the target's language model head, limited to the tokens that the drafter can propose.
 
-    If the drafter has a draft vocabulary, the result is a copy with the rows of these tokens only.
-    If the drafter is quantised, the result is a copy with int8 weights. The drafter keeps a copy
-    until the target's head or the draft vocabulary changes.
+    The result is a copy if the drafter scores only a subset of the vocabulary (the copy has the
+    rows of these tokens) or if the drafter is quantised (the copy has int8 weights). Later calls
+    return the same copy until the target's head or the subset of the vocabulary changes.
     """
     head = target.model.get_output_embeddings()
     to_int8 = drafter.quantised and type(head) is nn.Linear
@@ -484,13 +546,14 @@ def get_target_head(drafter: Drafter, target: Target) -> nn.Module:
 
 
 def get_target_head_weight(drafter: Drafter, target: Target) -> torch.Tensor:
-    """Return the weight (R, D) of `get_target_head`."""
+    """Return the weight (draft_vocab_size, hidden_size) of the module that `get_target_head`
+    returns."""
     return cast(torch.Tensor, get_target_head(drafter, target).weight)
 
 
 def get_head_weight(drafter: Drafter, target: Target) -> torch.Tensor:
-    """Return the weight (R, D) of the language model head that the drafter uses: the drafter's own
-    head if it has one, else the target's."""
+    """Return the weight (draft_vocab_size, hidden_size) of the language model head that the drafter
+    uses: the drafter's own head if it has one, else the target's."""
     if drafter.lm_head is not None:
         return drafter.lm_head.weight
     return get_target_head_weight(drafter, target)

@@ -1,7 +1,8 @@
-"""Compute the states of many drafted blocks of packed sequences in one pass, as in training.
+"""Compute the hidden states of many drafted blocks of packed sequences in one pass, as in training.
 
-B batch rows, T tokens of a packed sequence, N anchors (positions of the bonus tokens after which
-blocks are drafted), W slots of a block, D hidden size, F features of a position.
+B batch rows (one packed sequence each), T tokens of a packed sequence, N blocks per packed
+sequence, W slots (input positions) of a block, D hidden size, F features of a position (hidden
+states of several target layers, concatenated).
 """
 
 from collections.abc import Callable
@@ -21,12 +22,15 @@ def compute_packed_block_states(
     context: torch.Tensor,
     forward: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
-    """Compute the states (B, N, W, D) of all slots of all blocks in packed sequences, in one pass.
+    """Compute the hidden states of all blocks of packed sequences in one pass.
 
-    `packed_sequences` holds "ids", "positions" and "documents", (B, T) each. `anchors` (B, N) are
-    the indices of the blocks' bonus tokens. `context` (B, T, F) are the features. `forward` is the
-    drafter, or a training engine that wraps the drafter. `Drafter.normalize_for_head` was already
-    applied to the returned states.
+    `packed_sequences` holds "ids", "positions" and "documents", (B, T) each, for B packed sequences
+    of T tokens. `anchors` (B, num_blocks) are the indices of the bonus tokens after which blocks
+    are drafted. `context` (B, T, num_features) are the target's hidden states that the drafter
+    reads. `forward` is the drafter, or a training engine that wraps the drafter.
+
+    Returns the hidden states (B, num_blocks, num_slots, hidden_size) of the blocks' slots (input
+    positions), after `Drafter.normalize_for_head`.
     """
     ids = packed_sequences["ids"]
     positions = packed_sequences["positions"]
@@ -39,5 +43,5 @@ def compute_packed_block_states(
         for pattern in drafter.attention_patterns
     ]
     features = context.to(drafter.norm.weight.dtype)
-    states = forward(features, positions, *inputs, *masks)  # (B, N * W, D)
+    states = forward(features, positions, *inputs, *masks)  # (B, slots of all blocks, hidden size)
     return states.unflatten(1, (-1, drafter.num_queries))

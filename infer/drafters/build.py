@@ -1,5 +1,5 @@
-"""Build new drafters: choose the config.json for the given options, and create a drafter with
-uninitialised weights."""
+"""Build new drafters: choose the content of config.json for the given options, and create a drafter
+with uninitialised weights."""
 
 import re
 from collections.abc import Callable, Collection, Iterator
@@ -22,22 +22,22 @@ from infer.targets.support import (
 )
 from infer.targets.target import Target
 
-# Matches names of tokens that no text contains: mask tokens, Llama's reserved tokens, Gemma's
+# Matches names of tokens that do not occur in text: mask tokens, Llama's reserved tokens, Gemma's
 # unused tokens and Nemotron's numbered special tokens.
 UNUSED_TOKEN_NAME = re.compile(
     r"[<\[]\W*\w*(mask|reserved|unused|special_\d)\w*\W*[>\]]", re.IGNORECASE
 )
-# Kinds of rotary scaling that a new drafter copies from its target. "llama3" is not copied, because
-# it only matters for positions that are thousands of tokens apart, and because llama.cpp does not
-# support it in a drafter.
+# Types of rotary scaling (`rope_type`) that a new drafter copies from its target. "llama3" is not
+# copied for two reasons: it only matters for positions that are thousands of tokens apart, and
+# llama.cpp does not support it in a drafter.
 INHERITED_ROPE_TYPES = ("linear", "yarn")
 
 
 def iterate_mask_token_candidates(
     tokenizer: PreTrainedTokenizerBase, vocab_size: int, end_token_ids: Collection[int]
 ) -> Iterator[int]:
-    """Yield candidates for the mask token: token ids that text is unlikely to contain, in order of
-    preference.
+    """Yield candidates for the mask token, in order of preference: token ids that text is unlikely
+    to contain.
 
     1. The tokenizer's mask token.
     2. The id after the tokenizer's last token, if the target's vocabulary is padded (151669 for
@@ -85,17 +85,19 @@ def choose_mask_token(
     end_token_ids: Collection[int],
     get_used_ids: Callable[[], Collection[int]] | None = None,
 ) -> int:
-    """Choose the mask token, the token id that the drafted slots hold.
+    """Choose the mask token, the input token of drafted positions.
 
-    This is the first of `iterate_mask_token_candidates` that does not occur in the training data.
-    If all candidates occur, it is the highest id that does not occur in the data. `get_used_ids`
-    returns the ids that occur in the data and is called only if needed. If `get_used_ids` is None,
-    the first candidate is returned. Raises ValueError if no id is suitable.
+    The result is the first of `iterate_mask_token_candidates` that does not occur in the training
+    data. If all candidates occur, it is the highest unused id. `get_used_ids` returns the ids that
+    occur in the data and is called only if needed. If `get_used_ids` is None, the first candidate
+    is returned. Raises ValueError if no id is suitable.
     """
     candidates = iterate_mask_token_candidates(tokenizer, vocab_size, end_token_ids)
     first_candidate = next(candidates, None)
     if first_candidate is not None and (get_used_ids is None or first_candidate >= len(tokenizer)):
-        return first_candidate  # an id after the tokenizer's last token occurs in no data
+        # An id after the tokenizer's last token cannot occur in data, so `get_used_ids` is not
+        # needed.
+        return first_candidate
 
     if get_used_ids is not None:
         used_ids = set(get_used_ids())
@@ -107,15 +109,15 @@ def choose_mask_token(
         if unused_ids:
             return max(unused_ids)
     raise ValueError(
-        "found no token id of the target that is unused: set drafter.mask_token_id=<id> to a "
-        "token id that text never contains"
+        "no mask token was found: every token id of the target may occur in text. Set "
+        "drafter.mask_token_id to the id of a token that your data never contains"
     )
 
 
 def choose_feature_layers(
     options: DrafterConfig, target_config: PretrainedConfig
 ) -> tuple[int, ...]:
-    """Return the target layers whose states a new drafter reads, counted from 0.
+    """Return the target layers whose hidden states a new drafter reads, counted from 0.
 
     Raises ValueError if the options name a layer that the target does not have.
     """
@@ -126,7 +128,7 @@ def choose_feature_layers(
         layer_ids = drafter_class.default_layer_ids(target_layers, options.layers)
     if any(not 0 <= layer < target_layers for layer in layer_ids):
         raise ValueError(
-            f"drafter.target_layer_ids={list(layer_ids)}: the target has layers 0 to "
+            f"drafter.target_layer_ids={list(layer_ids)}: use layers of the target, 0 to "
             f"{target_layers - 1}"
         )
     return tuple(int(layer) for layer in layer_ids)
@@ -135,11 +137,10 @@ def choose_feature_layers(
 def build_feature_layer_keys(
     options: DrafterConfig, target_config: PretrainedConfig
 ) -> dict[str, Any]:
-    """Return the keys of config.json that define which target layers a drafter reads.
+    """Return the entries of config.json that define which target layers a new drafter reads.
 
-    Raises ValueError as `choose_feature_layers` does. Also raises ValueError if the option
-    `last_layer_output` was changed from its default although the drafter does not read the target's
-    last layer.
+    Raises ValueError if the options name a layer that the target does not have, or set
+    `last_layer_output` although the drafter does not read the target's last layer.
     """
     layer_ids = list(choose_feature_layers(options, target_config))
     last_layer = target_config.num_hidden_layers - 1
@@ -148,18 +149,18 @@ def build_feature_layer_keys(
     if options.last_layer_output != "raw":
         raise ValueError(
             f"drafter.last_layer_output={options.last_layer_output}: drafter.target_layer_ids "
-            f"does not contain the target's last layer, {last_layer}"
+            f"does not contain the target's last layer, {last_layer}; add this layer or remove "
+            "drafter.last_layer_output"
         )
     return {"target_layer_ids": layer_ids}
 
 
 def choose_rope_parameters(target_config: PretrainedConfig) -> dict[str, Any]:
-    """Return the parameters of a new drafter's rotary embeddings, in the form of `rope_parameters`
-    of transformers 5.
+    """Return the parameters of a new drafter's rotary embeddings, in the format of
+    `rope_parameters` in transformers 5.
 
-    The drafter has the target's `rope_theta`, because weights that a warm start copies from the
-    target were trained with it. The drafter has the target's rotary scaling if the kind of scaling
-    is one of INHERITED_ROPE_TYPES.
+    `rope_theta` is the target's, because a warm start copies weights that were trained with this
+    value. The target's rotary scaling is copied if INHERITED_ROPE_TYPES contains its type.
     """
     target_parameters = get_rope_parameters(target_config)
     parameters = {
@@ -178,8 +179,8 @@ def choose_rope_parameters(target_config: PretrainedConfig) -> dict[str, Any]:
 
 
 def build_shared_keys(options: DrafterConfig, target_config: PretrainedConfig) -> dict[str, Any]:
-    """Return the keys of a new drafter's config.json that all families share. They are sizes, which
-    come from the target or from the options."""
+    """Return the entries of a new drafter's config.json that do not depend on the drafter family:
+    mainly sizes, from the target or from the options."""
     num_slots = options.block_size
     if options.sample_from_anchor:
         num_slots -= 1
@@ -214,7 +215,8 @@ def build_shared_keys(options: DrafterConfig, target_config: PretrainedConfig) -
 
 
 def check_draft_vocabulary(options: DrafterConfig, target_config: PretrainedConfig) -> None:
-    """Raise ValueError if the draft vocabulary is larger than the target's vocabulary."""
+    """Raise ValueError if the drafter would propose more tokens than the target's vocabulary
+    has."""
     if (options.draft_vocab_size or 0) > target_config.vocab_size:
         raise ValueError(
             f"drafter.draft_vocab_size={options.draft_vocab_size}: the target has "
@@ -225,10 +227,11 @@ def check_draft_vocabulary(options: DrafterConfig, target_config: PretrainedConf
 def build_drafter_config(
     options: DrafterConfig, target: Target | None, target_config: PretrainedConfig | None = None
 ) -> Qwen3Config:
-    """Return the config of a new drafter for a target.
+    """Return the config of a new drafter.
 
-    The target is `target`. If `target` is None, it is any target with the config `target_config`.
-    Raises ValueError if the options are invalid or do not fit the target.
+    The drafter is for `target`. If `target` is None, only the target's config is known, and
+    `target_config` must be given. Raises ValueError if the options are invalid or do not fit the
+    target.
     """
     options.check()
     if target is not None:
@@ -248,18 +251,22 @@ def build_drafter_config(
 def create_drafter(
     options: DrafterConfig, target: Target | None, target_config: PretrainedConfig | None = None
 ) -> Drafter:
-    """Return a new drafter with uninitialised weights. The arguments and exceptions are those of
-    `build_drafter_config`."""
+    """Return a new drafter with uninitialised weights.
+
+    The drafter is for `target`. If `target` is None, only the target's config is known, and
+    `target_config` must be given. Raises ValueError if the options are invalid or do not fit the
+    target.
+    """
     config = build_drafter_config(options, target, target_config)
     return DRAFTER_FAMILIES[options.family].load()(config)
 
 
 @torch.no_grad()
 def get_target_embeddings(target: Target) -> torch.Tensor:
-    """Return the input of the target's first layer for every token, as a tensor
-    (vocabulary, hidden size).
+    """Return the input vector of the target's first layer for every token,
+    (vocab_size, hidden_size).
 
-    The result differs from the weight of the embedding if the target scales its embeddings.
+    The result differs from the embedding's weight if the target scales its embeddings.
     """
     weight = cast(torch.Tensor, target.embedding.weight)
     ids = torch.arange(len(weight), device=target.device)
@@ -267,11 +274,12 @@ def get_target_embeddings(target: Target) -> torch.Tensor:
 
 
 def drop_target_copies(drafter: Drafter, target: Target) -> None:
-    """Remove the drafter's embedding and language model head, which must be copies of the target's.
+    """Remove the drafter's embedding and language model head, so that the drafter uses the
+    target's.
 
-    A weight counts as a copy if it equals the target's weight after a cast to the dtype of one of
-    the two. Nothing is removed if the drafter's family always has a language model head of its own.
-    Raises ValueError if a weight is not a copy.
+    Both must be copies: they equal the target's weights after a cast to the dtype of one of the
+    two. Raises ValueError if they are not. Does nothing for families that always have their own
+    language model head.
     """
     if drafter.family.includes_lm_head:
         return
@@ -287,14 +295,17 @@ def drop_target_copies(drafter: Drafter, target: Target) -> None:
 
 
 def equal_in_either_dtype(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Return whether two tensors are equal after one of them is cast to the other's dtype and
-    device."""
+    """Return whether two tensors are equal after one of them is moved to the other's device and
+    cast to the other's dtype. The cast is tried in both directions."""
     return torch.equal(first, second.to(first)) or torch.equal(first.to(second), second)
 
 
 def read_fixed_options(drafter: Drafter) -> dict[str, Any]:
-    """Return the values of those fields of `infer.config.DrafterConfig` that an existing drafter's
-    config.json determines. The fields of the conditional head are not included."""
+    """Return the values of the fields of `infer.config.DrafterConfig` that an existing drafter's
+    config.json determines.
+
+    The fields of the conditional head are not included.
+    """
     family_config = drafter.family_config
     family = drafter.family
     options = {

@@ -4,14 +4,13 @@ The functions `read_config` of the drafter families use the classes in this modu
 
 A drafter whose config.json has a problem is not loaded. There are three kinds of problems:
 
-- a required key is missing or has a wrong value;
-- a key asks for a computation that this project's drafters do not support
-(`ONLY_SUPPORTED_VALUE_BY_CONFIG_KEY` in
-  key_rules.py);
-- a key is unknown, because an unknown key may also change the computation.
+- A required key is missing or has a wrong value.
+- A key asks for a computation that this project's drafters do not support.
+  `ONLY_SUPPORTED_VALUE_BY_CONFIG_KEY` in key_rules.py lists such keys.
+- A key is unknown. An unknown key may also change the computation.
 
-An unknown key gives a warning instead of a problem if the name of the key shows that it records how
-the drafter was made, or if its value is empty or false.
+An unknown key gives only a warning in two cases: the name of the key shows that the key records how
+the drafter was made, or the value is empty or false.
 """
 
 import reprlib
@@ -34,7 +33,7 @@ from infer.drafters.key_rules import (
     WORDS_IN_IGNORED_CONFIG_KEYS,
 )
 
-# The keys of the public layout, in the order in which they are written.
+# The keys of config.json in the format of the public checkpoints, in the order of the file.
 WRITTEN_DRAFTER_CONFIG_KEYS = (
     *("architectures", "model_type", "block_size"),
     *(family.config_key for family in DRAFTER_FAMILIES.values()),
@@ -48,46 +47,49 @@ WRITTEN_DRAFTER_CONFIG_KEYS = (
 
 @dataclass
 class ParsedConfig:
-    """A config.json of any layout, translated to this project's keys."""
+    """The content of a drafter's config.json, translated to this project's keys."""
 
-    # The name of the layout: `CheckpointLayout.name` of dflash/layouts.py, "DART" for the layouts
-    # of DART drafters, or "none" for an unknown layout.
+    # The name of the checkpoint format ("layout"): `CheckpointLayout.name` of dflash/layouts.py,
+    # "DART" for DART drafters, or "none" for an unknown format.
     layout: str
-    family: Family | None  # None for an unknown layout
+    family: Family | None  # the drafter family; None if unknown
     options: dict[str, Any]  # arguments of Qwen3Config; {} if there are problems
     problems: list[str]  # sentences that describe missing, wrong and unknown keys
-    # names of stored tensors that belong to the layout but that this project does not need
+    # names of tensors in the checkpoint that are valid but that this project does not need
     unused_tensors: set[str] = field(default_factory=set)
     warnings: list[str] = field(default_factory=list)  # sentences to show to the user as warnings
-    # Tensors that have another name in this project. Key: the stored name; value: the new name.
+    # Tensors that have another name in this project. Key: name in the checkpoint. Value: name in
+    # this project.
     renamed_tensors: dict[str, str] = field(default_factory=dict)
-    # `draft_vocab_size` if it is larger than the vocabulary, else None. Tensors with a row for each
-    # token then have `padded_rows` rows, of which those beyond the vocabulary are padding.
+    # Number of rows of tensors that have a row for each token, if these tensors are padded to more
+    # rows than the vocabulary has tokens; else None.
     padded_rows: int | None = None
 
     @property
     def family_config(self) -> dict[str, Any]:
-        """The object in config.json that holds the family's keys; {} for an unknown layout."""
+        """The object in config.json that holds the drafter family's keys; {} if the family is
+        unknown."""
         if self.family is None:
             return {}
         return self.options.get(self.family.config_key, {})
 
     def build_drafter(self, device: str = "meta") -> Any:
-        """Return a `Drafter` with uninitialised weights on `device`. `problems` must be empty."""
+        """Return a `Drafter` with this config and uninitialised weights on `device`. There must be
+        no problems."""
         assert self.family is not None
         with torch.device(device):
             return self.family.load()(Qwen3Config(**self.options))
 
 
 class CheckedKeys(dict[str, Any]):
-    """A flat dictionary of the keys of a config.json that have a rule in `DRAFTER_CONFIG_KEY_RULES`
-    and a value that the rule allows.
+    """The valid entries of a drafter's config.json, as a flat dictionary.
 
-    `raw` is the config.json. `objects` are the names of nested objects whose keys are read as if
-    they were at the top level. `defaults` are the values of missing keys; a key whose value is null
-    counts as missing. `key_names` maps a key's name in the layout to its name in this project. A
-    key with a wrong value is left out and described in `problems`. An unknown key is described in
-    `problems` or `warnings`.
+    The dictionary has the keys that have a rule in `DRAFTER_CONFIG_KEY_RULES` and whose value the
+    rule allows. The lists `problems` and `warnings` hold sentences about all other keys.
+
+    `raw` is the content of config.json. `objects` names the nested objects that are merged into the
+    top level. `defaults` are the values of keys that are missing or null. `key_names` maps the
+    names of keys in config.json to their names in this project.
     """
 
     def __init__(
@@ -127,11 +129,12 @@ class CheckedKeys(dict[str, Any]):
     def _flatten(
         self, raw: dict[str, Any], objects: Collection[str], key_names: Mapping[str, str]
     ) -> dict[str, Any]:
-        """Merge the top level of `raw` and its nested objects into one dictionary, under this
-        project's names and without null values.
+        """Merge the top level of `raw` and the nested objects named in `objects` into one
+        dictionary without null values.
 
-        A key at the top level overrides the same key in a nested object. Different values of a
-        known key are a problem.
+        Keys get this project's names, see `key_names` of the class. The value at the top level has
+        priority over the value in a nested object. A problem is added if the two values of a known
+        key differ.
         """
         levels = []
         for name in objects:
@@ -154,8 +157,11 @@ class CheckedKeys(dict[str, Any]):
         return values
 
     def report_unknown_key(self, key: str, value: Any) -> None:
-        """Report an unknown key. This is a warning if the value is empty or false, or if the name
-        contains a word of WORDS_IN_IGNORED_CONFIG_KEYS; otherwise it is a problem."""
+        """Add an unknown key to `warnings` or `problems`.
+
+        It is only a warning if the value is empty or false, or if the key's name contains a word of
+        WORDS_IN_IGNORED_CONFIG_KEYS.
+        """
         if not value or WORDS_IN_IGNORED_CONFIG_KEYS & set(key.lower().split("_")):
             self.warnings.append(f"config.json: the key {key} is unknown and ignored")
             return
@@ -166,12 +172,12 @@ class CheckedKeys(dict[str, Any]):
         )
 
     def add_problem(self, key: str, description: str) -> None:
-        """Add a sentence to `problems`: the key's name in the layout, followed by
+        """Add a sentence to `problems`: the key as it is named in config.json, then
         `description`."""
         self.problems.append(f"config.json: {self.layout_names.get(key, key)} {description}")
 
     def require(self, *keys: str) -> None:
-        """Add a problem for each key that is missing."""
+        """Add a sentence to `problems` for each of `keys` that is missing."""
         for key in keys:
             if key not in self and key not in self.present_keys:
                 self.add_problem(key, "is missing")
@@ -202,17 +208,18 @@ class CheckedKeys(dict[str, Any]):
             "rope_parameters": self.read_rope_parameters(),
             "tie_word_embeddings": False,
         }
-        # These are the arguments of the chat template with which the drafter was trained.
+        # These arguments of the chat template were used for the drafter's training data.
         if self.get("chat_template_kwargs"):
             options["chat_template_kwargs"] = self["chat_template_kwargs"]
-        # A `draft_vocab_size` above `vocab_size` means the whole vocabulary with padding rows, see
-        # `padded_rows`.
+        # A `draft_vocab_size` above `vocab_size` means that the drafter can propose all tokens and
+        # that the tensors have padding rows (`padded_rows`).
         if self.get("draft_vocab_size", vocab_size) < vocab_size:
             options["draft_vocab_size"] = self["draft_vocab_size"]
         return options | self.read_layer_types(self["num_hidden_layers"])
 
     def _check_sizes(self, hidden_size: int, heads: int, key_heads: int, head_dim: int) -> None:
-        """Add a problem for each size that contradicts the other sizes."""
+        """Add a sentence to `problems` for each of the given sizes that contradicts another
+        size."""
         target_hidden_size = self.get("target_hidden_size", hidden_size)
         if target_hidden_size != hidden_size:
             self.add_problem(
@@ -235,16 +242,18 @@ class CheckedKeys(dict[str, Any]):
 
     @property
     def padded_rows(self) -> int | None:
-        """`draft_vocab_size` if it is larger than the vocabulary, else None."""
+        """The value of `draft_vocab_size` if it is larger than the vocabulary, else None. The
+        tensors of such a checkpoint have padding rows after the last token."""
         rows = self.get("draft_vocab_size", 0)
         return rows if rows > self["vocab_size"] else None
 
     def read_rope_parameters(self) -> dict[str, Any]:
-        """Return the parameters of the rotary embeddings, in the form of `rope_parameters` of
+        """Return the parameters of the rotary embeddings, in the format of `rope_parameters` in
         transformers 5.
 
-        They are read from the key `rope_parameters` or from the older keys `rope_theta` and
-        `rope_scaling`. An unknown rope_type is a problem, and {} is returned.
+        They are read from the key `rope_parameters`, or from the older keys `rope_theta` and
+        `rope_scaling`. If rope_type is unknown, a sentence is added to `problems`, and {} is
+        returned.
         """
         stored = self.get("rope_parameters") or self.get("rope_scaling") or {}
         parameters = {
@@ -281,10 +290,11 @@ class CheckedKeys(dict[str, Any]):
         return {"rope_type": rope_type} | parameters
 
     def read_layer_types(self, layers: int) -> dict[str, Any]:
-        """Return the arguments of Qwen3Config that describe the attention type of each of `layers`
-        layers, and the sliding window if a layer has one.
+        """Return the arguments of Qwen3Config that give each of the drafter's `layers` layers full
+        attention or a sliding window.
 
-        `use_sliding_window` is included because Qwen3Config ignores the window without it.
+        The length of the window is included if a layer has a window. `use_sliding_window` is then
+        included too, because Qwen3Config ignores the window without it.
         """
         full_layers = layers
         if self.get("use_sliding_window"):
@@ -309,13 +319,15 @@ class CheckedKeys(dict[str, Any]):
     def read_feature_layers(
         self, layers: int | None, first_layer_id: int, last_tap: str
     ) -> dict[str, Any]:
-        """Return the key `target_layer_ids`, the target layers that the drafter reads, counted from
-        0. Return the key `last_tap` as well if the target's last layer is or may be among them.
+        """Return the config.json entries that describe which target layers the drafter reads.
 
-        `layers` is the target's number of layers, None if it is unknown. `first_layer_id` is the
-        number that the layout gives to the target's first layer. `last_tap` is the default value of
-        the key `last_tap`. The value "raw" means the last layer's output, and "normed" means the
-        last layer's output after the target's final norm.
+        `target_layer_ids` are the layers, counted from 0. `last_tap` is included if the target's
+        last layer is, or may be, among them. The value "raw" means that the drafter reads the last
+        layer's output before the target's final norm, and "normed" means after the norm.
+
+        `layers` is the target's number of layers, None if unknown. `first_layer_id` is the number
+        of the target's first layer in this config.json. The argument `last_tap` is the default
+        value.
         """
         layer_ids = self["target_layer_ids"]
         too_high = layers is not None and max(layer_ids) >= layers + first_layer_id
@@ -333,8 +345,8 @@ class CheckedKeys(dict[str, Any]):
 
 
 def first_architecture(raw: dict[str, Any]) -> str | None:
-    """Return the first name under `architectures` in the config.json `raw`; None if there is
-    none."""
+    """Return the first name in the list `architectures` of a config.json, given as `raw`; None if
+    there is none."""
     names = raw.get("architectures")
     if type(names) is list and names:
         return str(names[0])
@@ -342,10 +354,11 @@ def first_architecture(raw: dict[str, Any]) -> str | None:
 
 
 def build_public_config(config: Qwen3Config) -> dict[str, Any]:
-    """Convert a drafter's config to the content of a config.json in the public layout.
+    """Convert a drafter's config to the content of config.json in the format of the family's public
+    checkpoints.
 
-    Only the keys of that layout are written. Qwen3Config has many other keys, which programs that
-    read the file could misinterpret.
+    Only the keys of that format are written, because Qwen3Config has many other keys, which other
+    programs could misinterpret.
     """
     assert config.rope_parameters is not None and config.layer_types is not None
     rope_parameters = dict(config.rope_parameters)

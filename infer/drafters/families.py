@@ -1,4 +1,4 @@
-"""The table of drafter families.
+"""The table of drafter families (drafters with the same architecture, such as DFlash).
 
 This module does not import torch, because options are checked against the table before any model is
 loaded. The module of a family is imported when the family is first used.
@@ -17,23 +17,24 @@ from infer.utils.optional import is_installed, require_installed
 
 @dataclass(frozen=True)
 class ExportFormat:
-    """A checkpoint layout that drafters of a family can be exported to, and what it can express."""
+    """A checkpoint format that drafters of a family can be exported to, and the kinds of drafters
+    that it can store."""
 
-    # whether the layout stores copies of the target's embedding and language model head
+    # whether checkpoints contain copies of the target's embedding and language model head
     stores_embedding_and_head: bool = False
-    heads: tuple[str, ...] = ()  # `HeadSpec.name` of each supported conditional head
+    heads: tuple[str, ...] = ()  # names (`HeadSpec.name`) of the supported conditional heads
     allows_no_head: bool = True  # whether drafters without a conditional head can be exported
-    # whether drafters with both convolutions and a selector head can be exported
+    # whether drafters with convolutions can be exported; they must also have a selector head
     allows_convolutions: bool = False
-    # Drafters with one of these properties cannot be exported. The names are keys of the result of
-    # `infer.formats.export.find_export_limits`.
+    # Names of properties; drafters with one of them cannot be exported. The names are the keys of
+    # the dict that `infer.formats.export.find_export_limits` returns.
     refused_features: tuple[str, ...] = ()
 
     def supports(self, head: HeadSpec | None, convolutions: bool) -> bool:
-        """Return whether the layout can store a drafter with this conditional head.
+        """Return whether this format can store a drafter with the conditional head `head` (None: no
+        head).
 
-        `head` is None for a drafter without a conditional head. `convolutions` tells whether the
-        drafter has convolutions.
+        `convolutions` tells whether the drafter has convolutions.
         """
         if head is None:
             return self.allows_no_head and not convolutions
@@ -44,25 +45,26 @@ class ExportFormat:
 
 @dataclass(frozen=True)
 class Family:
-    """The properties of a drafter family that are needed without importing its drafter class: to
+    """The properties of a drafter family that are needed before its drafter class is imported: to
     check options and to read config.json."""
 
     name: str  # the value of the option `drafter.family`
     title: str  # the family's name in messages and reports
-    class_path: str  # "module:class" of the drafter; imported when the first drafter is made
+    # "module:class" of the drafter class, which is imported when it is first needed
+    class_path: str
     architecture: str = ""  # the class name under `architectures` in config.json
     config_key: str = ""  # key of the object in config.json that holds this family's own keys
     layers: int | None = None  # the only allowed number of layers; None allows any number
-    zero_stages: tuple[int, ...] = (0, 1, 2, 3)  # ZeRO stages that the drafter can be trained with
-    # key: the value of the option `format` of the export command
+    zero_stages: tuple[int, ...] = (0, 1, 2, 3)  # ZeRO stages of DeepSpeed that training supports
+    # key: name of an export format, the value of the export command's option `format`
     formats: dict[str, ExportFormat] = field(default_factory=dict)
-    # options of `drafter` that this family reads and that not every family reads
+    # names of options of `drafter` that this family reads but some other family ignores
     options: tuple[str, ...] = ()
-    # whether the drafted slots hold a mask token, a token id that never occurs in text
+    # whether drafted positions have a mask token as input, a token id that never occurs in text
     uses_mask_token: bool = False
-    # whether the drafter has a language model head of its own, which starts as the target's
+    # whether the drafter has its own language model head, which starts as a copy of the target's
     includes_lm_head: bool = False
-    # whether drafting runs without the host, so that it can be recorded as a CUDA graph
+    # whether drafting runs entirely on the GPU, so that it can be recorded as a CUDA graph
     drafts_on_device: bool = True
 
     def load(self) -> Any:
@@ -70,8 +72,8 @@ class Family:
         return resolve_name(self.class_path)
 
     def wrap_family_config(self, family_config: dict) -> dict:
-        """Return the family's entries of config.json: `architectures`, and `family_config` under
-        the key `config_key`."""
+        """Return the config.json entries that identify the family: `architectures`, and the object
+        `family_config` under the key `config_key`."""
         return {"architectures": [self.architecture], self.config_key: family_config}
 
 
@@ -175,7 +177,7 @@ _FAMILIES = (
     ),
 )
 DRAFTER_FAMILIES = {family.name: family for family in _FAMILIES if is_installed(family.class_path)}
-# Prompt lookup has neither weights nor a config.json, so it is not in the table.
+# Prompt lookup has neither weights nor a config.json, so it is not in DRAFTER_FAMILIES.
 PROMPT_LOOKUP_FAMILY = Family(
     "lookup", "prompt lookup", "infer.drafters.lookup:PromptLookup", drafts_on_device=False
 )
@@ -186,22 +188,23 @@ EXPORT_FORMATS = {
 }
 # Families whose module is missing from this installation.
 MISSING_FAMILIES = [family for family in _FAMILIES if family.name not in DRAFTER_FAMILIES]
-# Names of the options that at least one family reads and that not every family reads.
+# Names of options of `drafter` that some families read and others ignore.
 FAMILY_SPECIFIC_OPTIONS = tuple(
     dict.fromkeys(option for family in _FAMILIES for option in family.options)
 )
 
 
 def require_family_installed(name: str) -> None:
-    """Raise ValueError if the family's module is missing from this installation."""
+    """Raise ValueError if the family `name` exists but its module is missing from this
+    installation."""
     for family in _FAMILIES:
         if family.name == name:
             require_installed(family.class_path, f"drafter.family={name}")
 
 
 def check_family_and_layers(family_name: str, layers: int) -> None:
-    """Raise ValueError if the family does not exist, or if the family does not allow this number of
-    layers."""
+    """Raise ValueError if the family does not exist or is not installed, or if its drafters cannot
+    have this number of layers."""
     require_family_installed(family_name)
     family = DRAFTER_FAMILIES.get(family_name)
     if family is None:
@@ -215,8 +218,8 @@ def check_family_and_layers(family_name: str, layers: int) -> None:
 
 
 def check_family_options(options: Any) -> None:
-    """Raise ValueError if an option was changed from its default although the family does not read
-    the option.
+    """Raise ValueError if an option was changed from its default although the drafter family
+    ignores this option.
 
     `options` is an `infer.config.DrafterConfig`. The type is not in the signature because
     infer/config.py imports this module.
@@ -236,10 +239,10 @@ def check_family_options(options: Any) -> None:
 def check_export_format(
     family: Family, format_name: str, head: HeadSpec | None, convolutions: bool
 ) -> None:
-    """Raise ValueError if the format does not support such a drafter. The message names the formats
-    that do.
+    """Raise ValueError if the export format `format_name` cannot store the drafter. The message
+    names the formats that can.
 
-    The drafter belongs to `family` and has the conditional head `head`, or none if `head` is None.
+    The drafter belongs to `family` and has the conditional head `head` (None: no head).
     `convolutions` tells whether the drafter has convolutions.
     """
     export_format = family.formats.get(format_name)
@@ -262,7 +265,8 @@ def check_export_format(
 
 
 def check_zero_stage(family_name: str, stage: int) -> None:
-    """Raise ValueError if drafters of the family cannot be trained with this ZeRO stage."""
+    """Raise ValueError if drafters of the family cannot be trained with this ZeRO stage of
+    DeepSpeed."""
     allowed_stages = DRAFTER_FAMILIES[family_name].zero_stages
     if stage not in allowed_stages:
         allowed = ", ".join(map(str, allowed_stages))

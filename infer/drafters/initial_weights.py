@@ -1,22 +1,24 @@
-"""Initial weights of new drafters. Warm starts from the target's weights are in warm_start.py.
-
-D hidden size, K number of target layers whose states the drafter reads.
-"""
+"""Initial weights of new drafters. Warm starts, which copy the target's weights, are in
+warm_start.py."""
 
 import torch
 from torch import nn
 
 from infer.targets.target import Target
 
-# The largest absolute logit of a new drafter, measured with
+# Maximum absolute logit of a new drafter. It is measured for
 # TOKENS_MEASURING_INITIAL_DRAFTER_LOGITS input tokens.
 MAX_LOGIT_OF_NEW_DRAFTER = 3.0
 TOKENS_MEASURING_INITIAL_DRAFTER_LOGITS = 32
 
 
 def select_feature_layer(projection: nn.Linear, index: int) -> None:
-    """Set the weight (D, K * D) of `projection`, whose input is the concatenated states of K target
-    layers, so that its output is the states of target layer number `index` of these K."""
+    """Set the weight of `projection` such that it returns the hidden states of a single target
+    layer.
+
+    The input of `projection` is the concatenation of the hidden states of several target layers.
+    `index` chooses among these layers.
+    """
     size = projection.out_features
     projection.weight.zero_()
     projection.weight.view(size, -1, size)[:, index] = torch.eye(size)
@@ -24,8 +26,8 @@ def select_feature_layer(projection: nn.Linear, index: int) -> None:
 
 @torch.no_grad()
 def shrink_final_norm(norm: nn.RMSNorm, target: Target) -> None:
-    """Shrink the weight of a new drafter's final norm so that no logit of the drafter exceeds
-    MAX_LOGIT_OF_NEW_DRAFTER in absolute value.
+    """Shrink the weight of a new drafter's final norm so that the drafter's logits are at most
+    about MAX_LOGIT_OF_NEW_DRAFTER in absolute value.
 
     The layers of a new drafter hardly change their input. Without this scaling, a language model
     head that is tied to the embedding would give nearly all probability to the input token.

@@ -1,5 +1,5 @@
 """Rules for the keys of a drafter's config.json: the allowed values of the keys that are read, the
-keys that may be ignored, and the keys that may only have the value that this project supports."""
+keys that may be ignored, and the keys for which this project supports a single value."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -20,13 +20,14 @@ def is_integer_list(value: Any) -> bool:
 
 
 def is_layer_type_list(value: Any) -> bool:
-    """Return whether `value` is a list of names of attention types that drafters support."""
+    """Return whether `value` is a list of the attention types that drafters support, full_attention
+    and sliding_attention."""
     allowed = ("full_attention", "sliding_attention")
     return type(value) is list and all(element in allowed for element in value)
 
 
-# Key: a kind of value (`KeyRule.kind`). Value: the function that checks a value, and the
-# description of the allowed values for messages.
+# Key: a kind of config.json value (`KeyRule.kind`). Value: a function that returns whether a value
+# is allowed, and a description of the allowed values for messages.
 CONFIG_VALUE_CHECKS_BY_KIND: dict[str, tuple[Callable[[Any], bool], str]] = {
     "number": (is_positive_number, "a number above 0"),
     "flag": (lambda value: type(value) is bool, "true or false"),
@@ -39,8 +40,8 @@ CONFIG_VALUE_CHECKS_BY_KIND: dict[str, tuple[Callable[[Any], bool], str]] = {
 class KeyRule(NamedTuple):
     """The allowed values of a key of config.json.
 
-    If `choices` is not empty, these are the allowed values. Otherwise, the kind "integer" allows
-    integers from `minimum` to `maximum`, and the other kinds are described in
+    If `choices` is not empty, it holds the allowed values. Otherwise, `kind` decides: "integer"
+    allows integers from `minimum` to `maximum`, and the other kinds are explained in
     `CONFIG_VALUE_CHECKS_BY_KIND`.
     """
 
@@ -50,8 +51,8 @@ class KeyRule(NamedTuple):
     choices: tuple = ()
 
     def find_problem(self, value: Any) -> str | None:
-        """Describe why a value is not allowed, for example "is 0, expected an integer of at least
-        1". Return None if the value is allowed."""
+        """Return why a value is not allowed, for example "is 0, expected an integer of at least 1";
+        None if it is allowed."""
         if self.choices:
             allowed = value in self.choices
             expected = " or ".join(map(str, self.choices))
@@ -78,8 +79,8 @@ OPTIONAL_INTEGER_DRAFTER_CONFIG_KEYS = (
     *("draft_vocab_size", "num_target_layers", "target_num_hidden_layers", "target_hidden_size"),
     *("conv_group_size", "xpress_mlp_hidden"),
 )
-# Three names of the same flag, which makes all layers causal within the block: vLLM and the DFlash
-# authors use the first name, vLLM also uses the second, and JetSpec uses the third.
+# Three config.json keys for the same flag, which makes all layers causal within the block. vLLM and
+# the DFlash authors use is_causal, vLLM also uses causal, and JetSpec uses causal_head.
 CAUSAL_KEYS = ("is_causal", "causal", "causal_head")
 BOOLEAN_DRAFTER_CONFIG_KEYS = (
     *("sliding_window_non_causal", "use_sliding_window", "sample_from_anchor", "shift_label"),
@@ -87,8 +88,8 @@ BOOLEAN_DRAFTER_CONFIG_KEYS = (
 )
 DRAFTER_CONFIG_KEY_RULES = {
     **dict.fromkeys((*REQUIRED_SIZE_KEYS, *OPTIONAL_INTEGER_DRAFTER_CONFIG_KEYS), KeyRule()),
-    # Without these maxima, a wrong value could cause a huge model to be built before the tensors in
-    # the file show that the value is wrong.
+    # Without the maxima below, a wrong value in config.json could create a huge model before the
+    # checkpoint's tensors show that the value is wrong.
     "num_hidden_layers": KeyRule(maximum=1024),
     **dict.fromkeys(("block_size", "draft_length"), KeyRule(maximum=4096)),
     **dict.fromkeys(("mask_token_id", "max_window_layers", "conv_kernel_size"), KeyRule(minimum=0)),
@@ -105,8 +106,8 @@ DRAFTER_CONFIG_KEY_RULES = {
         for key in spec.config_keys
     },
 }
-# Keys that change what a drafter computes. Value: the only supported value of the key, with which a
-# drafter computes the same as this project's drafters.
+# Keys of config.json that change what a drafter computes. Value: the only supported value of the
+# key.
 ONLY_SUPPORTED_VALUE_BY_CONFIG_KEY: dict[str, Any] = {
     "hidden_act": "silu",
     "attention_bias": False,
@@ -137,23 +138,23 @@ ONLY_SUPPORTED_VALUE_BY_CONFIG_KEY: dict[str, Any] = {
     "fusion_type": "concat_fc",
     "quantization_config": None,
 }
-# Keys of `rope_parameters` that are allowed in addition to those in REQUIRED_ROPE_KEYS.
+# Keys of `rope_parameters` that are allowed but not required.
 OPTIONAL_ROPE_KEYS = {
     *("attention_factor", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim"),
     *("factor", "original_max_position_embeddings"),
 }
-# Keys of `rope_parameters` for images. They give image tokens several positions, one per section of
-# the head. Text tokens have the same position in all sections, so these keys change nothing here.
+# Keys of `rope_parameters` that give image tokens a different position in each section of a head.
+# They are ignored, because text tokens have the same position in all sections.
 IMAGE_ROPE_KEYS = ("mrope_section", "mrope_interleaved")
-# Key: an allowed rope_type. Value: the keys of `rope_parameters` that this rope_type requires.
+# Key: an allowed value of rope_type. Value: the keys of `rope_parameters` that this value requires.
 REQUIRED_ROPE_KEYS = {
     "default": (),
     "linear": ("factor",),
     "yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
-# Keys that do not change what a drafter computes: keys that occur in published drafters, and keys
-# that transformers writes into every config.json or wrote before release 5.
+# Keys of config.json that do not change what a drafter computes. They occur in published drafters,
+# or transformers writes them into every config.json (some only before release 5).
 IGNORED_DRAFTER_CONFIG_KEYS = {
     *("auto_map", "attention_mode", "attention_backend", "candidate_tokens", "num_anchors"),
     *("max_anchors", "loss_decay_gamma", "torch_dtype", "confidence_head_alpha"),
@@ -169,8 +170,8 @@ IGNORED_DRAFTER_CONFIG_KEYS = {
     *("forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values"),
     *("encoder_no_repeat_ngram_size", "tf_legacy_loss"),
 } | Qwen3Config().to_dict().keys()
-# An unknown key whose name contains one of these words is assumed to record how, or by whom, the
-# drafter was made.
+# An unknown config.json key whose name contains one of these words is ignored with a warning: it
+# probably records how, or by whom, the drafter was made.
 WORDS_IN_IGNORED_CONFIG_KEYS = {
     *("train", "training", "trained", "trainer", "loss", "lr", "epoch", "epochs", "seed"),
     *("optimizer", "dataset", "datasets", "version", "commit", "date", "author", "authors"),

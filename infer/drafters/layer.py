@@ -1,7 +1,7 @@
 """The decoder layer of drafters, and its attention over the context and the drafted block.
 
-Shapes: B batch rows, T context length, Q queries of all blocks of a batch row, D hidden size, H
-attention heads (key and value heads for keys and values), E head size.
+Shapes: B batch rows, T context length, Q input positions of all blocks of a batch row (each has a
+query), D hidden size, H attention heads (key and value heads for keys and values), E head size.
 """
 
 from collections.abc import Callable
@@ -15,18 +15,19 @@ from infer.attention.kv_cache import CacheView
 from infer.attention.masks import AttentionMask
 from infer.kernels.table import select_kernels
 
-# cos and sin of rotary embeddings, (B, T, E) each; sin has the signs that `negate_first_half` sets
+# cos and sin of rotary embeddings, (B, T, head size) each. The first half of sin's entries is
+# negated, see `negate_first_half`.
 CosSin = tuple[torch.Tensor, torch.Tensor]
-# Takes the queries, keys and values of blocks, (B, H, Q, E) each. Attends from the queries to the
-# keys and values of the context and of the blocks, and returns the outputs (B, H, Q, E).
+# Takes the queries, keys and values of drafted blocks, (B, heads, positions, head size) each. The
+# queries attend to the context and to the blocks. Returns the output in the shape of the queries.
 AttendFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def apply_rotary(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Apply rotary position embeddings to `states` (B, H, T, E).
+    """Apply rotary position embeddings to `states` (B, heads, T, head_size) at T positions.
 
-    `cos` and `sin` (B, T, E) come from `Drafter.compute_rotary`, which has already negated the
-    first half of `sin`.
+    `cos` and `sin` (B, T, head_size) come from `Drafter.compute_rotary`, which has already negated
+    the first half of the entries of `sin`.
     """
     first_half, second_half = states.chunk(2, dim=-1)
     swapped = torch.cat([second_half, first_half], dim=-1)
@@ -34,15 +35,17 @@ def apply_rotary(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> 
 
 
 def negate_first_half(sin: torch.Tensor) -> torch.Tensor:
-    """Negate the first half of the head entries of `sin` (B, T, E), as `apply_rotary` expects."""
+    """Negate the first half of the last dimension of `sin` (B, T, head_size), as `apply_rotary`
+    expects."""
     half = sin.shape[-1] // 2
     return torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
 
 
 class DrafterAttention(nn.Module):
-    """The projections of an attention layer whose input has `input_size` features.
+    """The projections (query, key, value, output) of an attention layer whose input vectors have
+    `input_size` entries.
 
-    `use_qk_norm` tells whether queries and keys are normalised per head, as in Qwen 3.
+    `use_qk_norm` tells whether queries and keys are normalised per head, as in Qwen3.
     """
 
     def __init__(self, config: Qwen3Config, input_size: int, use_qk_norm: bool = True) -> None:
@@ -63,7 +66,7 @@ class DrafterAttention(nn.Module):
             self.k_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
 
     def split_heads(self, states: torch.Tensor) -> torch.Tensor:
-        """Reshape projected states (B, T, H * E) to (B, T, H, E)."""
+        """Reshape projected vectors (B, T, heads * head_size) to (B, T, heads, head_size)."""
         return states.unflatten(-1, (-1, self.head_dim))
 
     def key_value_projections(self, suffix: str = "") -> list[nn.Module]:
@@ -75,10 +78,11 @@ class DrafterAttention(nn.Module):
     def project_keys_values(
         self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, suffix: str = ""
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute keys and values (B, H, T, E) of `states` (B, T, input_size).
+        """Compute the keys and values, (B, heads, T, head_size) each, of `states`
+        (B, T, input_size).
 
-        `cos` and `sin` (B, T, E) are the rotary embeddings of the positions of `states`. `suffix`
-        chooses the projections, see `key_value_projections`.
+        `cos` and `sin` (B, T, head_size) are the rotary embeddings of the T positions. `suffix` is
+        appended to the names of the projections `k_proj` and `v_proj` that are used.
         """
         project_keys, project_values = self.key_value_projections(suffix)
         keys = self.split_heads(project_keys(states))
@@ -89,19 +93,19 @@ class DrafterAttention(nn.Module):
     def project_queries(
         self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> torch.Tensor:
-        """Compute queries (B, H, Q, E) of `states` (B, Q, input_size).
+        """Compute the queries (B, heads, T, head_size) of `states` (B, T, input_size).
 
-        `cos` and `sin` (B, Q, E) are the rotary embeddings of the positions of `states`.
+        `cos` and `sin` (B, T, head_size) are the rotary embeddings of the T positions.
         """
         queries = self.q_norm(self.split_heads(self.q_proj(states)))
         return apply_rotary(queries.transpose(1, 2), cos, sin)
 
 
 class DrafterLayer(nn.Module):
-    """A decoder layer, for training and for decoding. The input of its attention has `input_size`
-    features."""
+    """A decoder layer of a drafter, for training and for decoding. The input vectors of its
+    attention have `input_size` entries."""
 
-    # Prefixes of the names of tensors that a drafter layer has and a target layer lacks.
+    # Prefixes of the names of tensors that exist in a drafter layer but not in a target layer.
     drafter_only_prefixes: tuple[str, ...] = ()
 
     def __init__(self, config: Qwen3Config, input_size: int, use_qk_norm: bool = True) -> None:
@@ -114,20 +118,22 @@ class DrafterLayer(nn.Module):
     def adapt_target_weights(
         self, target_weights: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Convert the weights of a target layer to the names and shapes of this layer's weights."""
+        """Convert a target layer's weights to the names and shapes of this layer's weights."""
         return target_weights
 
     def prepare_attention_inputs(self, states: torch.Tensor) -> torch.Tensor:
-        """Compute the inputs of attention (..., input_size) from `states` (..., D)."""
+        """Compute the inputs of attention (..., input_size) from hidden states `states`
+        (..., hidden_size)."""
         return self.input_layernorm(states)
 
     def apply_sublayer(
         self, name: str, inputs: torch.Tensor, sublayer: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """Return the output of a sublayer, attention or MLP, for normalised inputs.
+        """Return the output of a sublayer for normalised inputs.
 
-        `name` is "attention" or "mlp". A family may override this method to surround the sublayer
-        with other operations, for example with convolutions.
+        `name` is "attention" or "mlp", and `sublayer` is the function that computes the output. A
+        drafter family may override this method to add other operations before and after the
+        sublayer, for example convolutions.
         """
         return sublayer(inputs)
 
@@ -138,12 +144,12 @@ class DrafterLayer(nn.Module):
         attend: AttendFunction,
         attention_inputs: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Run the layer on the states of blocks (B, Q, D), and return the output states (B, Q, D).
+        """Run the layer on the hidden states `states` (B, Q, hidden_size) at Q positions of drafted
+        blocks. Return the output hidden states in the same shape.
 
-        `rotary` holds the rotary embeddings of the positions of the blocks. `attend` is called with
-        the queries, keys and values of the blocks, and adds the keys and values of the context,
-        from a cache or from a packed sequence. `attention_inputs` (B, Q, input_size) replaces
-        `prepare_attention_inputs(states)`.
+        `rotary` holds cos and sin of the positions' rotary embeddings. `attend` computes attention
+        from the blocks' queries, keys and values, and supplies the keys and values of the context.
+        `attention_inputs` (B, Q, input_size) replaces `prepare_attention_inputs(states)`.
         """
 
         def self_attention(inputs: torch.Tensor) -> torch.Tensor:
@@ -166,12 +172,13 @@ def attend_packed_context(
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> torch.Tensor:
-    """Compute attention in training: the queries (B, H, Q, E) of blocks attend to the context and
-    to the blocks.
+    """Compute attention in training: the queries of drafted blocks attend to the context and to the
+    blocks.
 
-    `context_keys_values` are the keys and the values of packed sequences, (B, H, T, E) each. `keys`
-    and `values` (B, H, Q, E) belong to the blocks. The columns of `mask` are first the context
-    positions, then the block slots.
+    `queries`, `keys` and `values` (B, heads, num_queries, head_size) belong to the blocks.
+    `context_keys_values` are the keys and the values of packed sequences of T tokens,
+    (B, heads, T, head_size) each. The columns of `mask` are first the T context positions, then the
+    positions of the blocks. Returns the output of attention in the shape of `queries`.
     """
     context_keys, context_values = context_keys_values
     keys = torch.cat([context_keys, keys], dim=2)
@@ -187,11 +194,13 @@ def attend_cached_context(
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> torch.Tensor:
-    """Compute attention in decoding: the queries (B, H, Q, E) of blocks attend to the KV cache of
-    layer number `layer` and to the blocks.
+    """Compute attention in decoding: the queries of drafted blocks attend to the context, whose
+    keys and values are cached, and to the blocks.
 
-    `keys` and `values` (B, H, Q, E) belong to the blocks. They are written into the cache after the
-    committed positions; the next pass overwrites them.
+    `queries`, `keys` and `values` (B, heads, num_queries, head_size) belong to the blocks.
+    `cache_window` describes the cache and `layer` is the index of the layer. The keys and values of
+    the blocks are written into the cache after the committed positions; the next pass overwrites
+    them. Returns the output of attention in the shape of `queries`.
     """
     keys, values = cache_window.update(keys, values, layer)
     return select_kernels(values.device, values.dtype).attention(queries, keys, values, mask)

@@ -1,5 +1,6 @@
 """Prompt lookup (https://github.com/apoorvumang/prompt-lookup-decoding) with the interface of a
-drafter: the draft continues earlier occurrences of the sequence's last tokens in the same sequence.
+drafter: if the sequence's last tokens occurred earlier in the same sequence, draft the tokens that
+followed then.
 
 A drafter with a neural network should be faster than this baseline.
 
@@ -21,55 +22,62 @@ from infer.drafters.families import PROMPT_LOOKUP_FAMILY
 from infer.targets.target import Target
 from infer.trees.vocabulary import FULL_VOCABULARY
 
-# Weight of the uniform distribution in each drafted distribution, so that every token is possible.
+# Each drafted distribution is mixed with this share of the uniform distribution, so that no token
+# has probability 0.
 LOOKUP_UNIFORM_DISTRIBUTION_WEIGHT = 1e-4
 MAX_LOOKUP_SUFFIX_TOKENS = (
-    4  # length of the longest suffix of the sequence whose occurrences are searched
+    4  # maximum number of last tokens of the sequence that are compared with earlier tokens
 )
 LOOKUP_WEIGHT_FACTOR_PER_TOKEN = (
-    8.0  # a match weighs this many times as much as a match one token shorter
+    8.0  # factor by which a match weighs more than a match that is one token shorter
 )
 
 
 class LookupState:
-    """The tokens of each batch row's sequence, without the bonus token at the end."""
+    """The decoding state of prompt lookup: each batch row's committed tokens, without the bonus
+    token that follows them."""
 
     def __init__(self) -> None:
         self.sequences: list[list[int]] = []
 
     @contextmanager
     def add(self, count: int) -> Generator["LookupState"]:
-        """Yield a state of `count` new empty batch rows, which the caller fills. On leaving the
-        `with` statement without an exception, the new batch rows are appended to this state."""
+        """Yield a state of `count` new empty batch rows, which the caller fills.
+
+        When the `with` block ends without an exception, the new batch rows are appended to this
+        state.
+        """
         new_rows = LookupState()
         new_rows.sequences = [[] for _ in range(count)]
         yield new_rows
         self.sequences += new_rows.sequences
 
     def keep(self, order: list[int]) -> None:
-        """Reorder the batch rows: row order[i] becomes row i. Rows that are not in `order` are
-        removed."""
+        """Select and reorder batch rows: row order[i] becomes row i. Rows that are not in `order`
+        are removed."""
         self.sequences = [self.sequences[i] for i in order]
 
     def read(self, row: int, start: int, count: int) -> list[torch.Tensor]:
-        """Return an empty list. `DrafterState.read` returns cached tensors here, but `restore` of
-        prompt lookup needs only the tokens of the sequence, which the caller has."""
+        """Return an empty list, because `restore` needs only the tokens, which the caller has.
+
+        The same method of other drafters returns cached keys and values.
+        """
         return []
 
     def restore(self, row: int, ids: list[int], pieces: list[list[torch.Tensor]]) -> None:
-        """Fill an empty batch row with the tokens `ids`. `pieces` is ignored."""
+        """Fill the empty batch row `row` with the tokens `ids`. `pieces` is ignored."""
         self.sequences[row] = list(ids)
 
 
 class PromptLookup(nn.Module):
-    """A drafter without weights. It reads the tokens of a sequence and no features of the target.
+    """A drafter without weights, which reads only the tokens of a sequence.
 
-    A match is an earlier position where the last tokens of the sequence occurred. To draft the
-    token at distance d after the sequence, the drafter counts the tokens at distance d after each
-    match. A match weighs LOOKUP_WEIGHT_FACTOR_PER_TOKEN times as much as a match that is one token
-    shorter, and a later match weighs more than an earlier match of the same length. If distance d
-    after a match is beyond the end of the sequence, counting starts again after the match.
-    `block_size` includes the bonus token.
+    A match is an earlier position where the sequence's last tokens occurred. The distribution of
+    the token d positions after the sequence is the weighted count of the tokens d positions after
+    each match. A match weighs LOOKUP_WEIGHT_FACTOR_PER_TOKEN times as much as a match that is one
+    token shorter, and a later match weighs more than an earlier one of the same length. If d
+    positions after a match is beyond the end of the sequence, the tokens after the match are
+    repeated. `block_size` is the number of drafted tokens + 1, as the bonus token is counted too.
     """
 
     family = PROMPT_LOOKUP_FAMILY
@@ -85,14 +93,15 @@ class PromptLookup(nn.Module):
         super().__init__()
         assert block_size > 1, "block_size includes the bonus token and must be at least 2"
         self.block_size = block_size
-        self.ngram_path = ngram_path  # n-gram file with which engines score draft trees
+        # file of n-gram counts, which improves the scores of draft trees
+        self.ngram_path = ngram_path
 
     def check_target(self, target: Target) -> None:
         """Do nothing: prompt lookup works with every target."""
 
     def allocate_state(self, rows: int, capacity: int, keep_all: bool = True) -> LookupState:
-        """Return an empty state. The arguments are those of `Drafter.allocate_state` and are
-        ignored."""
+        """Return an empty decoding state. The arguments are ignored; they exist because drafters
+        with a KV cache need them."""
         return LookupState()
 
     def update_context(
@@ -104,21 +113,25 @@ class PromptLookup(nn.Module):
         state: LookupState,
         counts_on_device: torch.Tensor | None = None,
     ) -> None:
-        """Append the first counts[b] of row b of the committed `tokens` (B, C) to sequence b."""
+        """Append newly committed tokens to the sequences of the decoding state.
+
+        `tokens` (B, T) has one row per sequence, of which the first counts[b] tokens are appended.
+        """
         for sequence, row_tokens, count in zip(
             state.sequences, tokens.tolist(), counts, strict=True
         ):
             sequence += row_tokens[:count]
 
     def draft_block(self, target: Target, bonus: torch.Tensor, state: LookupState) -> DraftedBlock:
-        """Draft one block for every batch row, after the bonus tokens (B,) int64."""
+        """Draft one block for every batch row, after the bonus tokens `bonus` (B,) int64."""
         length = self.block_size - 1
         vocab_size = target.vocab_size
         distributions = [
             compute_continuations(np.array([*sequence, token]), length, vocab_size)
             for sequence, token in zip(state.sequences, bonus.tolist(), strict=True)
         ]
-        matched = (1 - LOOKUP_UNIFORM_DISTRIBUTION_WEIGHT) * np.stack(distributions)  # (B, L, V)
+        # (B, drafted tokens, vocabulary size)
+        matched = (1 - LOOKUP_UNIFORM_DISTRIBUTION_WEIGHT) * np.stack(distributions)
         marginals = torch.from_numpy(
             np.log(matched + LOOKUP_UNIFORM_DISTRIBUTION_WEIGHT / vocab_size)
         ).float()
@@ -126,12 +139,14 @@ class PromptLookup(nn.Module):
 
 
 def compute_continuations(sequence: np.ndarray, length: int, vocab_size: int) -> np.ndarray:
-    """Return the distributions (L, V), float64, of the next L = `length` tokens of a sequence (T,).
+    """Return the distributions (length, vocab_size), float64, of the next `length` tokens of
+    `sequence`, an array of token ids.
 
     The distributions are uniform if the last token of the sequence has not occurred before.
     """
     last = len(sequence) - 1
-    matches = np.flatnonzero(sequence[:-1] == sequence[-1])  # earlier positions of the last token
+    # earlier positions where the sequence's last token occurs
+    matches = np.flatnonzero(sequence[:-1] == sequence[-1])
     if not len(matches):
         return np.full((length, vocab_size), 1 / vocab_size)
 
@@ -146,7 +161,7 @@ def compute_continuations(sequence: np.ndarray, length: int, vocab_size: int) ->
     weights = LOOKUP_WEIGHT_FACTOR_PER_TOKEN**matched_tokens * (1 + matches / len(sequence))
     distributions = np.zeros((length, vocab_size))
     for slot in range(length):
-        # A copy that reaches the end of the sequence starts again after the match.
+        # If the end of the sequence is reached, continue with the first token after the match.
         next_tokens = sequence[matches + 1 + slot % (last - matches)]
         np.add.at(distributions[slot], next_tokens, weights)
     return distributions / weights.sum()

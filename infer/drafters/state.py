@@ -1,6 +1,6 @@
-"""The decoding state of a drafter: the KV cache of the sequences for which it drafts.
+"""The decoding state of a drafter: the KV cache of the sequences for which the drafter drafts.
 
-B batch rows, W slots of a block, E head size.
+B batch rows, W input positions (slots) of a block, E head size.
 """
 
 from collections.abc import Generator
@@ -14,19 +14,20 @@ from transformers import Qwen3Config
 from infer.attention.kv_cache import CacheView, KVCache
 from infer.attention.masks import AttentionMask, build_draft_mask
 
-# If a cache drops positions that have left the sliding window, one pass may write at most this many
-# positions to the cache, or one block if a block is longer.
+# Maximum number of positions that one forward pass writes to a cache that drops positions outside
+# the sliding window. If a drafted block is longer, its length is the maximum.
 MAX_POSITIONS_WRITTEN_TO_SLIDING_CACHE = 64
-# The attention pattern of a layer: whether attention is causal within the block, and the length of
-# the sliding window in positions, None for full attention.
+# The attention of a layer: whether it is causal within the drafted block, and the length of the
+# sliding window in positions (None: full attention).
 AttentionPattern = tuple[bool, int | None]
 
 
 class BlockPosition(NamedTuple):
-    """The positions of a batch of blocks, each of which follows its context in the KV cache."""
+    """Where the drafted blocks of a batch are: the length of each context, the blocks' rotary
+    embeddings, and the KV cache that the blocks attend to."""
 
-    context_lengths: torch.Tensor  # (B,) int64 number of cached positions before each block
-    # cos and sin of the rotary embeddings of the blocks' positions, (B, W, E) each
+    context_lengths: torch.Tensor  # (B,) int64: number of cached positions before each block
+    # cos and sin of the blocks' rotary embeddings, (B, positions of a block, head size) each
     rotary: tuple[torch.Tensor, torch.Tensor]
     cache_window: CacheView
 
@@ -34,8 +35,13 @@ class BlockPosition(NamedTuple):
 def build_cached_block_mask(
     position: BlockPosition, num_queries: int, pattern: AttentionPattern
 ) -> AttentionMask:
-    """Return the attention mask with which the `num_queries` slots of each block attend to the
-    cached context and to the block itself, for layers with the attention pattern `pattern`."""
+    """Return the attention mask of drafted blocks, which attend to the cached context and to
+    themselves.
+
+    `position` describes the blocks. `num_queries` is the number of input positions of a block.
+    `pattern` tells whether attention is causal within the block, and the length of the sliding
+    window (None: no window).
+    """
     window = position.cache_window
     keys = window.visible_end - window.visible_start
     context_lengths = position.context_lengths - window.visible_start
@@ -46,24 +52,26 @@ def build_cached_block_mask(
 
 @dataclass
 class DrafterState:
-    """The keys and values of the context of all sequences. Batch rows are added and removed as in
-    the `KVCache`."""
+    """The decoding state of a drafter: the keys and values of each batch row's committed
+    positions."""
 
     cache: KVCache
-    # cos and sin of the rotary embeddings of every position, (1, capacity, E) each
+    # cos and sin of the rotary embeddings of all positions, (1, positions, head size) each
     rotary_tables: tuple[torch.Tensor, torch.Tensor]
 
     @contextmanager
     def add(self, count: int) -> Generator[Self]:
-        """Yield a state of `count` new empty batch rows, which the caller fills. The new state
-        shares this state's memory. On leaving the `with` statement, the new batch rows are appended
-        to this state."""
+        """Yield a state of `count` new empty batch rows, which the caller fills.
+
+        The new state uses this state's memory. When the `with` block ends, the new batch rows are
+        appended to this state.
+        """
         with self.cache.add_rows(count) as cache:
             yield replace(self, cache=cache)
 
     def next_rotary(self, rows: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cos and sin, (rows, count, E) each, of the `count` positions that follow the
-        committed positions of each batch row."""
+        """Return cos and sin, (rows, count, head_size) each, of the rotary embeddings of the
+        `count` positions that follow the committed positions of each batch row."""
         positions = self.cache.next_positions(rows, count)
         cos_table, sin_table = self.rotary_tables
         cos = torch.embedding(cos_table[0], positions)
@@ -71,20 +79,20 @@ class DrafterState:
         return cos, sin
 
     def keep(self, order: list[int]) -> None:
-        """Reorder the batch rows: row order[i] becomes row i. Rows that are not in `order` are
-        removed."""
+        """Select and reorder batch rows: row order[i] becomes row i. Rows that are not in `order`
+        are removed."""
         self.cache.keep_rows(order)
 
     def read(self, row: int, start: int, count: int) -> list[torch.Tensor]:
-        """Return copies of the cached tensors of `count` positions of batch row `row`, from
-        position `start` on."""
+        """Return copies of the cached keys and values of batch row `row` at `count` positions,
+        starting with position `start`."""
         return self.cache.read_positions(row, start, count)
 
     def restore(self, row: int, ids: list[int], pieces: list[list[torch.Tensor]]) -> None:
-        """Fill the empty batch row `row` with cached positions.
+        """Fill the empty batch row `row` with cached keys and values.
 
-        `pieces` are results of `read` for consecutive ranges of positions. `ids` are the tokens of
-        these positions.
+        `pieces` are results of `read` for consecutive ranges of positions. `ids` are the tokens at
+        these positions; they are ignored here, but prompt lookup needs them.
         """
         self.cache.restore_positions(row, pieces)
 
@@ -98,12 +106,13 @@ def allocate_cache(
     weight: torch.Tensor,
     keep_all: bool,
 ) -> KVCache:
-    """Return an empty KV cache for `rows` sequences of up to `capacity` positions, including the
-    drafted block.
+    """Return an empty KV cache for `rows` sequences.
 
-    `patterns` are the attention patterns of the layers. If all layers have a sliding window, the
-    cache drops positions that have left every window; `keep_all` keeps these positions. The cache
-    has the dtype and device of `weight`.
+    `capacity` is the maximum number of positions of a sequence, including the drafted block.
+    `patterns` are the attention patterns of the layers: (causal within the block, length of the
+    sliding window or None). If all layers have a sliding window, the cache drops positions that no
+    layer can attend to any more, unless `keep_all` is true. The cache has the dtype and device of
+    `weight`.
     """
     windows = [window for _, window in patterns if window is not None]
     max_window = None

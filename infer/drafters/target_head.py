@@ -1,4 +1,5 @@
-"""A drafter's copy of the target's language model head."""
+"""A drafter's copy of the target's language model head, for drafters that score only a subset of
+the vocabulary or have int8 weights."""
 
 from typing import NamedTuple
 from weakref import ref
@@ -12,12 +13,13 @@ from infer.targets.target import Target
 
 
 class TargetHeadCopy(NamedTuple):
-    """A copy of the target's language model head, limited to some tokens or with int8 weights."""
+    """A copy of the target's language model head that is limited to a subset of the vocabulary, or
+    has int8 weights, or both."""
 
-    source: "ref[nn.Module]"  # the target's language model head
-    # differs from that of an earlier copy if the target's weights or the draft vocabulary changed
+    source: "ref[nn.Module]"  # the target's language model head, of which this is a copy
+    # value that changes when the target's weights or the tokens of the drafter change
     version: tuple
-    head: nn.Module  # the copy
+    head: nn.Module  # the copied language model head
 
 
 def update_target_head_copy(
@@ -28,12 +30,12 @@ def update_target_head_copy(
     tokens: torch.Tensor | None,
     to_int8: bool,
 ) -> TargetHeadCopy:
-    """Return a copy of the target's language model head `head`: `old_copy` if it is still valid,
-    else a new copy.
+    """Return `old_copy` if it is still an up-to-date copy of the target's language model head
+    `head`, else a new copy.
 
-    The copy has the rows of the R tokens in `tokens` (R,) int64, or all rows if `tokens` is None.
-    `d2t` is the drafter's tensor from which `tokens` was computed. `to_int8` tells whether the
-    weights of the copy are rounded to int8.
+    `tokens` int64 are the tokens whose rows are copied, or None for all rows. `d2t` is the
+    drafter's tensor from which `tokens` was computed; it is only used to detect changes. `to_int8`
+    tells whether the weights of the copy are rounded to int8.
     """
     d2t_version = None
     if d2t is not None and not d2t.is_inference():
@@ -42,7 +44,7 @@ def update_target_head_copy(
     if old_copy is not None and old_copy.source() is head and old_copy.version == version:
         return old_copy
 
-    # Tensors made in inference mode could not be used in training afterwards.
+    # Leave inference mode: tensors that are created in inference mode cannot be used in training.
     with torch.inference_mode(False):
         copied_head = head if tokens is None else select_outputs(head, tokens)
         if to_int8:

@@ -1,7 +1,7 @@
 """Warm starts: the layers of a new drafter start with the weights of target layers.
 
 A warm start is possible if a drafter layer with the weights of a target layer computes the same as
-the target layer. It is also possible for the gated attention layers of Qwen3.5 and Qwen3-Next: a
+the target layer. It is also possible for layers with gated attention (Qwen3.5 and Qwen3-Next): a
 drafter layer has no gates, but computes nearly the same.
 
 T tokens, D hidden size, H heads, E head size (entries per head). Rotary embeddings rotate R of the
@@ -23,17 +23,18 @@ from infer.targets.layers import UnsupportedLayer, convert_norm
 from infer.targets.support import get_rope_parameters
 from infer.targets.target import Target
 
-# A drafter layer counts as equal to a target layer if the norm of the difference of their outputs
-# is less than this fraction of the norm of what the drafter layer adds to its input. The fraction
-# is larger than rounding errors of bfloat16.
+# A drafter layer counts as equal to a target layer if the norm of the difference of their outputs,
+# divided by the norm of what the drafter layer adds to its input, is below this value. The value
+# exceeds rounding errors of bfloat16.
 MAX_LAYER_DIFFERENCE = 0.05
-# The same fraction for a gated target layer, which a drafter layer without gates only approximates.
+# The value of MAX_LAYER_DIFFERENCE for target layers with gated attention, which a drafter layer
+# only approximates.
 MAX_GATED_LAYER_DIFFERENCE = 1.0
 MIN_WARM_START_COMPARED_POSITIONS = (
-    4  # the two layers are compared at this number of positions or more
+    4  # minimum number of positions at which a drafter layer and a target layer are compared
 )
 RANDOM_TOKENS_AVERAGED_FOR_ATTENTION_GATES = (
-    128  # number of random tokens over which attention gates are averaged
+    128  # number of random tokens over which the values of attention gates are averaged
 )
 
 
@@ -49,15 +50,15 @@ def layer_matches_target(
     """Return whether the drafter layer `layer`, with the weights `weights`, computes the same as
     `target_layer`.
 
-    `num_slots` is the number of slots of the drafter's block. `rotary_module` computes the
+    `num_slots` is the number of input positions of a drafted block. `rotary_module` computes the
     drafter's rotary embeddings.
 
-    The names and shapes of `weights` must be those of `layer`, except for tensors that only drafter
-    layers have (`drafter_only_prefixes`). Equal shapes are not enough, because a target layer with
-    equal shapes can have other norms, activations, residual scales or rotary pairs. Therefore both
-    layers run on the same random states with causal attention, and their outputs are compared. A
-    gated target layer is run with all tokens at position 0, where rotary embeddings rotate nothing,
-    and the outputs need only be similar.
+    The names and shapes of `weights` must be those of `layer`, apart from tensors that a target
+    layer does not have. This is not enough, because the target layer can have other norms,
+    activations, residual scales or rotary pairs. Therefore both layers run on the same random
+    inputs with causal attention, and their outputs are compared. If the target layer has gated
+    attention, all tokens are at position 0, where rotary embeddings rotate nothing, and the outputs
+    need only be similar.
     """
     rotary_module = rotary_module.cpu()
     layer_shapes = {
@@ -73,8 +74,7 @@ def layer_matches_target(
 
     candidate = deepcopy(layer)
     candidate.load_state_dict(weights, strict=False)
-    # The drafter's convolutions act within blocks, so the number of positions must be a multiple of
-    # the block length.
+    # The drafter's convolutions act within blocks, so the inputs must consist of whole blocks.
     num_blocks = math.ceil(MIN_WARM_START_COMPARED_POSITIONS / num_slots)
     count = num_slots * num_blocks
     positions = torch.arange(count)[None]
@@ -102,10 +102,12 @@ def run_target_layer(
     rotary_module: nn.Module,
     target: Target,
 ) -> torch.Tensor | None:
-    """Run a target layer with causal attention on `states` (1, T, D) at `positions` (1, T). Return
-    the output (1, T, D), or None if the layer does not accept the arguments used here.
+    """Run a target layer with causal attention on the hidden states `states` (1, T, hidden_size) of
+    T tokens at `positions` (1, T).
 
-    The rotary embeddings come from `rotary_module`, or from the target if the layer is gated.
+    Returns the output (1, T, hidden_size), or None if the layer does not accept the arguments used
+    here. `gated` tells whether the layer has gated attention. The rotary embeddings come from the
+    target if the layer is gated, else from `rotary_module`.
     """
     weight = next(target_layer.parameters())
     count = states.shape[1]
@@ -128,16 +130,21 @@ def run_target_layer(
 
 
 def read_target_layer(layer: nn.Module, target: Target) -> dict[str, torch.Tensor]:
-    """Return the weights of a target layer. The weights of a gated layer are converted to those of
-    a layer without gates; {} is returned if this is not possible."""
+    """Return the weights of a target layer by name.
+
+    If the layer has gated attention, the weights are converted to those of a layer without gates.
+    {} is returned if this is not possible.
+    """
     if has_gated_attention(layer):
         return remove_gates(layer, target)
     return layer.state_dict()
 
 
 def has_gated_attention(layer: nn.Module) -> bool:
-    """Return whether a target layer has gated attention, as in Qwen3.5 and Qwen3-Next. There, the
-    query projection computes queries and as many gates."""
+    """Return whether a target layer has gated attention, as in Qwen3.5 and Qwen3-Next.
+
+    In such a layer, half of the query projection's outputs are gates.
+    """
     shapes = {name: tensor.shape for name, tensor in layer.named_parameters()}
     names = [f"self_attn.{module}.weight" for module in ("q_proj", "o_proj", "q_norm", "k_norm")]
     if not shapes.keys() >= {*names}:
@@ -148,15 +155,16 @@ def has_gated_attention(layer: nn.Module) -> bool:
 
 
 def match_rotary_order(head_size: int, rotary_factor: float) -> torch.Tensor | None:
-    """Return the order (E,) int64 in which a drafter uses the E = head_size entries of a target's
-    head: entry i of the drafter is entry order[i] of the target. Return None if there is no order
-    that preserves the rotary angles.
+    """Return the order (head_size,) int64 of head entries that converts a target's attention head
+    to a drafter's: the drafter's entry i is the target's entry order[i].
 
-    In the target, R = head_size * rotary_factor entries rotate: the pair (i, i + R / 2) has the
-    frequency base^(-2 i / R). In a drafter, all entries rotate: the pair (s, s + E / 2) has the
-    frequency base^(-2 s / E). The two frequencies are equal for s = i E / R, so target pair i
-    becomes drafter pair i E / R. This requires that R is even and divides E. The remaining entries
-    rotate in the drafter, although they do not rotate in the target.
+    Rotary embeddings rotate R = head_size * rotary_factor entries of a head in the target, but all
+    E entries in a drafter, where E is head_size. In the target, the pair (i, i + R / 2) has the
+    frequency base^(-2 i / R). In a drafter, the pair (s, s + E / 2) has the frequency base^(-2 s /
+    E). The two are equal for s = i E / R, so target pair i becomes drafter pair i E / R. The
+    remaining entries rotate in the drafter, although they do not rotate in the target.
+
+    R must be even and divide E; otherwise None is returned.
     """
     rotating = int(head_size * rotary_factor)
     if rotating == 0 or rotating % 2 or head_size % rotating:
@@ -173,8 +181,12 @@ def match_rotary_order(head_size: int, rotary_factor: float) -> torch.Tensor | N
 def measure_mean_gates(
     layer: nn.Module, target: Target, tokens: int = RANDOM_TOKENS_AVERAGED_FOR_ATTENTION_GATES
 ) -> torch.Tensor:
-    """Return the mean value of each attention gate of a target layer over random tokens, as a
-    tensor (H * E,). The values are 0.5 if the target's weights are not in memory."""
+    """Return the mean value of each attention gate of a target layer, measured over random tokens,
+    as a tensor (heads * head_size,).
+
+    `tokens` is the number of random tokens. All values are 0.5 if the target's weights are not in
+    memory.
+    """
     attention = cast(nn.Module, layer.self_attn)
     query_projection = cast(nn.Module, attention.q_proj)
     output_projection = cast(nn.Linear, attention.o_proj)
@@ -192,21 +204,22 @@ def measure_mean_gates(
     target.compute_packed_features(ids, positions, torch.zeros_like(ids), ())
     hook.remove()
 
-    # The output of the projection contains a query and a gate for each head.
-    gates = projected[0].unflatten(-1, (-1, 2, attention.head_dim))[0, :, :, 1]  # (T, H, E)
+    # The query projection computes a query and a gate for each head. These are the gates, (tokens,
+    # heads, head size).
+    gates = projected[0].unflatten(-1, (-1, 2, attention.head_dim))[0, :, :, 1]
     return gates.float().sigmoid().mean(0).flatten().cpu()
 
 
 @torch.no_grad()
 def remove_gates(layer: nn.Module, target: Target) -> dict[str, torch.Tensor]:
-    """Convert the weights of a gated attention layer of the target to weights of a drafter layer
-    without gates.
+    """Convert the weights of a target layer with gated attention to weights of a drafter layer,
+    which has no gates.
 
     Each gate is replaced by its mean value, which is multiplied into the output projection. The
-    entries of each head are put in the order of `match_rotary_order`. The converted layer deviates
-    from the target layer because gates vary around their mean, and because some head entries do not
-    rotate in the target. Returns {} if the layer has unsupported norms, or if
-    `match_rotary_order` returns None.
+    entries of each head are reordered as described in `match_rotary_order`. The converted layer is
+    only similar to the target layer, because gates vary around their mean, and because some head
+    entries do not rotate in the target. Returns {} if the layer has unsupported norms, or if no
+    order of head entries exists.
     """
     weights = {name: value.cpu().float() for name, value in layer.state_dict().items()}
     attention = cast(nn.Module, layer.self_attn)

@@ -1,5 +1,5 @@
-"""Read the two config.json layouts of DART drafters: the published layout, which has `draft_length`
-and no `dart_config`, and this project's layout, which has `dart_config`."""
+"""Read the config.json of DART drafters, in two formats ("layouts"): the authors' format has the
+key `draft_length` and no `dart_config`; this project's format has the object `dart_config`."""
 
 from collections.abc import Collection
 from typing import Any
@@ -11,16 +11,24 @@ from infer.drafters.key_rules import REQUIRED_SIZE_KEYS
 
 
 def default_layer_ids(target_layers: int, layers: int = 1) -> list[int]:
-    """Return the target layers whose states a DART drafter reads, counted from 0 (DART appendix
-    B.2). `layers` is ignored: a DART drafter has one layer."""
+    """Return the target layers whose hidden states a DART drafter reads, counted from 0 (DART
+    appendix B.2).
+
+    `target_layers` is the target's number of layers. `layers` is ignored: a DART drafter has one
+    layer.
+    """
     return [1, target_layers // 2 - 1, target_layers - 4]
 
 
 def check_required_keys(
     keys: CheckedKeys, is_project_layout: bool, target_layers: int | None
 ) -> None:
-    """Add a problem to `keys` for each required key that is missing, and one if the drafter has
-    more than one layer. `target_layers` is the target's number of layers, None if unknown."""
+    """Add a sentence to `keys.problems` for each required key that is missing, and one if the
+    drafter has more than one layer.
+
+    `is_project_layout` is true for this project's format of config.json, and false for the authors'
+    format. `target_layers` is the target's number of layers, None if unknown.
+    """
     required_keys = ("draft_length",)
     if is_project_layout:
         required_keys = ("target_layer_ids", "shifted", "qk_norm", "block_size")
@@ -37,7 +45,7 @@ def check_required_keys(
 
 
 def read_project_family_config(keys: CheckedKeys, target_layers: int | None) -> dict[str, Any]:
-    """Read the keys of `dart_config` from a config.json in this project's layout.
+    """Return the content of `dart_config` from a config.json in this project's format.
 
     `target_layers` is the target's number of layers, None if unknown.
     """
@@ -50,11 +58,11 @@ def read_project_family_config(keys: CheckedKeys, target_layers: int | None) -> 
 def read_config(
     family: Family, raw: dict[str, Any], tensors: Collection[str], target_layers: int | None
 ) -> ParsedConfig | None:
-    """Translate a config.json, `raw`, to this project's keys. Return None if `raw` is in neither of
-    the two layouts.
+    """Translate the content of a DART drafter's config.json to this project's keys.
 
-    `tensors` are the names of the stored tensors. `target_layers` is the target's number of layers,
-    which determines the target layers that a drafter in the published layout reads.
+    `raw` is the content. `tensors` are the names of the tensors in the checkpoint. `target_layers`
+    is the target's number of layers, which is needed if `raw` does not store this number. Returns
+    None if `raw` does not describe a DART drafter.
     """
     is_project_layout = family.config_key in raw
     is_published = "draft_length" in raw or first_architecture(raw) == family.architecture
@@ -83,11 +91,12 @@ def read_config(
             "norm_twice": True,
             "target_layer_ids": default_layer_ids(layers),
         }
-        # `draft_length` counts the mask slots. The slot before the mask slots drafts one more
-        # token, and `block_size` also counts the bonus token.
+        # `draft_length` counts the mask slots (inputs that are the mask vector). The slot before
+        # them drafts one more token, and `block_size` also counts the bonus token.
         block_size = keys["draft_length"] + 2
 
-    # A stored embedding is a copy of the target's, so it is not read. t2d follows from d2t.
+    # An embedding in the checkpoint is a copy of the target's, so it is not read. t2d (which tokens
+    # of the target the drafter can propose) can be computed from d2t.
     parsed.unused_tensors |= {"t2d", "embed_tokens.weight"}
     if "draft_vocab_size" not in options:
         parsed.unused_tensors.add("d2t")

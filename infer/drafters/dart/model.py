@@ -1,24 +1,25 @@
 """The DART drafter: one decoder layer whose input at a position combines the target's hidden states
 at this position with the embedding of the next token.
 
-B batch rows, C new context positions, T context length, N anchors (positions of the blocks' bonus
-tokens), L drafted positions, W slots of a block, D hidden size, F features of a position (3 * D),
+A slot is an input position of a drafted block. B batch rows, C new context positions, T context
+length, N anchors (positions of the blocks' bonus tokens), L drafted positions, W slots of a block,
+D hidden size, F features of a position (hidden states of three target layers, concatenated; 3 * D),
 H key and value heads, E head size.
 
 The input at position i (DART section 3.2) consists of g_i = fc(features_i), computed from the
-target's states at position i, and of the embedding e_{i+1} of the token at position i + 1. The
-first slot of a block is the last context position, so its next token is the bonus token. The input
-of every other slot is one learned mask vector. Attention is causal everywhere.
+target's hidden states at position i, and of the embedding e_{i+1} of the token at position i + 1.
+The first slot of a block is the last context position, so its next token is the bonus token. The
+input of every other slot is one learned mask vector. Attention is causal everywhere.
 
 Logits are shifted: a slot predicts the token after its own next token. So the first slot drafts the
 first position, and the W - 1 = L - 1 mask slots draft the other positions. In the unshifted variant
 of DART (the ablation of table 3), there are L mask slots, and each predicts the token at its own
-position. The drafter has a language model head of its own, which starts as the target's. The keys
-and values of a context position depend on no token after the next one, so decoding caches them.
+position. The drafter has its own language model head, which starts as a copy of the target's.
 
-The token after the last committed position is the bonus token, which is not committed yet.
-Decoding therefore stores the features of the last committed position ("pending features") until the
-bonus token is committed.
+The keys and values of a context position depend on the next token, but on no later token, so
+decoding caches them. The token after the last committed position is the bonus token, which is not
+committed yet. Until it is, decoding stores the features of the last committed position (called
+pending features) instead of keys and values.
 
 The names of tensors, and the order of features and embeddings in inputs, are those of the authors'
 checkpoints.
@@ -54,31 +55,33 @@ from infer.targets.support import attention_layer_ids
 from infer.targets.target import Target
 
 CAUSAL_PATTERN: AttentionPattern = (True, None)
-# A warm start sets the mask vector to the mean input over this number of random tokens.
+# A warm start sets the mask vector to the layer's mean input over this number of random tokens.
 RANDOM_TOKENS_AVERAGED_FOR_MASK_VECTOR = 128
 
 
 class DARTLayer(DrafterLayer):
-    """A decoder layer whose attention reads inputs (..., 2 * D): the embedding of the next token,
-    concatenated with the projected features."""
+    """DART's decoder layer. The input of its attention, (..., 2 * hidden_size), is the embedding of
+    the next token, concatenated with the projected hidden states of the target."""
 
     drafter_only_prefixes = ("input_layernorm.", "mask_rep")
 
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__(config, 2 * config.hidden_size, config.dart_config["qk_norm"])
-        # the norm of the projected features; `input_layernorm` is the norm of the embeddings
+        # norm of the target's projected hidden states; `input_layernorm` is the norm of the
+        # embeddings of the next tokens
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        # the mask vector: the attention input of every mask slot, used without a norm
+        # mask vector: input of attention at all input positions of a block but the first; no norm
+        # is applied
         self.mask_rep = nn.Parameter(torch.empty(2 * config.hidden_size))
 
     def prepare_attention_inputs(
         self, states: torch.Tensor, next_embeddings: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the inputs of attention (..., 2 * D).
+        """Return the inputs of attention (..., 2 * hidden_size).
 
-        `states` (..., D) are the projected features. `next_embeddings` (..., D) are the embeddings
-        of the next tokens. If they are None, zeros replace them: then the layer can be compared
-        with a target layer, whose input has no embeddings of next tokens.
+        `states` (..., hidden_size) are the projected hidden states of the target. `next_embeddings`
+        (..., hidden_size) are the embeddings of the next tokens. None means zeros; a warm start
+        uses this to compare the layer with a target layer, which has no such input.
         """
         if next_embeddings is None:
             next_embeddings = torch.zeros_like(states)
@@ -87,8 +90,10 @@ class DARTLayer(DrafterLayer):
     def adapt_target_weights(
         self, target_weights: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Convert the weights of a target layer to the names and shapes of this layer's weights.
-        The columns that read the embeddings of next tokens are set to zero."""
+        """Convert a target layer's weights to the names and shapes of this layer's weights.
+
+        The added columns, which read the embeddings of the next tokens, are zero.
+        """
         weights = {
             name.replace("input_layernorm.", "hidden_norm."): tensor
             for name, tensor in target_weights.items()
@@ -101,12 +106,13 @@ class DARTLayer(DrafterLayer):
     def build_blocks(
         self, projected: torch.Tensor, first_inputs: torch.Tensor, num_masks: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Build N blocks per batch row. Return the states (B, N * W, D) and the inputs of attention
-        (B, N * W, 2 * D) of their slots.
+        """Build the inputs of drafted blocks. A block consists of one first slot (input position)
+        and `num_masks` mask slots.
 
-        The first slot of a block has the state `projected` (B, N, D), which are projected features,
-        and the input `first_inputs` (B, N, 2 * D). It is followed by `num_masks` mask slots. The
-        input of a mask slot is the mask vector, and its state is the first half of the mask vector.
+        `projected` (B, num_blocks, D) and `first_inputs` (B, num_blocks, 2 * D) are the first
+        slots' hidden states and inputs of attention, for the hidden size D. In a mask slot, the
+        input of attention is the mask vector, and the hidden state is its first half. Returns the
+        hidden states (B, num_blocks * num_slots, D) and the inputs of attention of all slots.
         """
         masks = self.mask_rep.expand(*first_inputs.shape[:2], num_masks, -1)
         mask_states = masks[..., : projected.shape[-1]]
@@ -117,20 +123,21 @@ class DARTLayer(DrafterLayer):
 
 @dataclass
 class DARTState(DrafterState):
-    """The decoding state: for each batch row, the keys and values of all committed positions except
-    the last, and the features of the last committed position.
+    """The decoding state of a batch: the KV cache, and the last committed position's features
+    (concatenated hidden states of target layers) for each batch row.
 
-    The keys and values of the last position depend on the next token, which is not committed yet.
+    The cache holds all committed positions except the last, whose keys and values depend on the
+    next token, which is not committed yet.
     """
 
-    pending_features: torch.Tensor  # (rows, F) features of every batch row's last position
-    is_empty: bool = False  # whether these batch rows have no position yet
+    # (batch rows, features): the target's hidden states at each batch row's last committed position
+    pending_features: torch.Tensor
+    is_empty: bool = False  # whether the batch rows have no committed position yet
 
     @contextmanager
     def add(self, count: int) -> Generator[Self]:
-        """Yield a state of `count` new empty batch rows, which the caller fills. The new state
-        shares this state's memory. On leaving the `with` statement, the new batch rows are appended
-        to this state."""
+        """Yield a state of `count` new empty batch rows in the same memory, which the caller fills.
+        When the `with` block ends, they are appended to this state."""
         pending_features = self.pending_features[len(self.pending_features) - count :]
         with self.cache.add_rows(count) as cache:
             yield replace(self, cache=cache, pending_features=pending_features, is_empty=True)
@@ -138,8 +145,8 @@ class DARTState(DrafterState):
         self.pending_features[used_rows - count : used_rows] = pending_features.clone()
 
     def keep(self, order: list[int]) -> None:
-        """Reorder the batch rows: row order[i] becomes row i. Rows that are not in `order` are
-        removed."""
+        """Select and reorder batch rows: row order[i] becomes row i. Rows that are not in `order`
+        are removed."""
         super().keep(order)
         self.pending_features[: len(order)] = self.pending_features[order]
 
@@ -147,7 +154,8 @@ class DARTState(DrafterState):
 class DART(Drafter):
     """The DART drafter. The parameters have the same names as in the published checkpoints."""
 
-    anchor_offset = 1  # a block begins with the last context position, before the bonus token
+    # A block's first slot is the last context position, one before the bonus token.
+    anchor_offset = 1
     family = DRAFTER_FAMILIES["dart"]
     read_config = staticmethod(layouts.read_config)
     default_layer_ids = staticmethod(layouts.default_layer_ids)
@@ -157,7 +165,8 @@ class DART(Drafter):
         super().__init__(config)
         hidden_size = config.hidden_size
         self.first_draft_slot = 0 if self.family_config["shifted"] else 1
-        self.num_queries = self.block_size - 1 + self.first_draft_slot  # W
+        # number of slots (input positions) of a block
+        self.num_queries = self.block_size - 1 + self.first_draft_slot
         self.fc = nn.Linear(len(self.layer_ids) * hidden_size, hidden_size, bias=False)
         self.midlayer = DARTLayer(config)
         self.norm = nn.RMSNorm(hidden_size, eps=config.rms_norm_eps)
@@ -168,9 +177,13 @@ class DART(Drafter):
     def choose_warm_start_layers(
         layer_ids: tuple[int, ...], layers: int, target_config: PretrainedConfig
     ) -> list[int]:
-        """Return the target layer from whose weights the drafter's layer starts: the first
-        attention layer after all layers that the drafter reads, or else the target's last attention
-        layer."""
+        """Return, as a list, the target layer whose weights the drafter's layer copies in a warm
+        start.
+
+        This is the target's first attention layer after all layers in `layer_ids`, which the
+        drafter reads, or else its last attention layer. `layers` is ignored: the drafter has one
+        layer.
+        """
         all_attention_layers = attention_layer_ids(target_config)
         for layer in all_attention_layers:
             if layer > layer_ids[-1]:
@@ -181,8 +194,10 @@ class DART(Drafter):
     def build_family_config(
         options: DrafterConfig, target_config: PretrainedConfig, target: Target | None
     ) -> dict[str, Any]:
-        """Return `dart_config` of a new drafter. The drafter normalises queries and keys if the
-        target does, or if `target` is None."""
+        """Return the object `dart_config` for the config.json of a new drafter.
+
+        The drafter normalises queries and keys if the target does, or if `target` is None.
+        """
         qk_norm = True
         if target is not None:
             target_layers = cast(nn.ModuleList, target.decoder.layers)
@@ -193,15 +208,17 @@ class DART(Drafter):
         return family_config | {"shifted": True, "qk_norm": qk_norm}
 
     def apply_final_norm(self, states: torch.Tensor) -> torch.Tensor:
-        """Apply the final norm to states (..., D) of the last layer. The norm is applied twice for
-        drafters in the authors' layout, as in the authors' code."""
+        """Apply the final norm to the last layer's hidden states (..., hidden_size).
+
+        The norm is applied twice if `dart_config` says so, as in the DART authors' code.
+        """
         if self.family_config.get("norm_twice"):
             states = self.norm(states)
         return self.norm(states)
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Draw initial weights. The mask vector is drawn from a normal distribution, as in DART
-        appendix B.2."""
+        """Initialise all weights. The mask vector is drawn from a normal distribution (DART
+        appendix B.2)."""
         super().init_weights(generator)
         std = self.config.initializer_range
         nn.init.normal_(self.midlayer.mask_rep, std=std, generator=generator)
@@ -212,11 +229,12 @@ class DART(Drafter):
         target: Target,
         generator: torch.Generator | None,
     ) -> None:
-        """Set `fc` to return the states of the last layer in `layer_ids`, and set the mask vector
-        to the mean input over random tokens.
+        """Set the weights of `fc` and the mask vector for a warm start.
 
-        A random mask vector would be larger than the output of attention that is added to it
-        (LOG.md). The mask vector stays random if the target's weights are not in memory.
+        `fc` returns the hidden states of the last target layer in `layer_ids`. The mask vector
+        becomes the mean input of the layer over random tokens, because a random mask vector would
+        be larger than the output of attention that is added to it (LOG.md). It stays random if the
+        target's weights are not in memory.
         """
         select_feature_layer(self.fc, -1)
         if any(weight.is_meta for weight in target.decoder.parameters()):
@@ -229,7 +247,7 @@ class DART(Drafter):
         features = target.compute_packed_features(
             ids, positions, torch.zeros_like(ids), self.layer_ids
         )
-        projected = self.fc(features.context[0].to(self.fc.weight))  # (tokens, D)
+        projected = self.fc(features.context[0].to(self.fc.weight))  # (tokens, hidden size)
         embedded = target.embed(ids[0]).to(projected)
         inputs = self.midlayer.prepare_attention_inputs(projected, embedded)
         feature_inputs = inputs[:, projected.shape[1] :]
@@ -239,15 +257,15 @@ class DART(Drafter):
     def prepare_inputs(
         self, target: Target, ids: torch.Tensor, positions: torch.Tensor, anchors: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the embeddings (B, T, D) of the next token at each position of packed sequences
-        `ids` (B, T), and the indices (B, N) of the first slot of each block, which is one position
-        before the block's anchor in `anchors` (B, N).
+        """Compute the inputs of `forward` for packed sequences of T tokens each.
 
-        The next token of a document's last token belongs to another document. This is harmless
-        because no block attends to the last position of a document.
+        `ids` (B, T) are the tokens. `anchors` (B, num_blocks) are the indices of the blocks' bonus
+        tokens. Returns the embeddings (B, T, hidden_size) of the token after each position, and the
+        indices (B, num_blocks) of the blocks' first slots, each one position before the bonus
+        token. No block attends to a document's last position, so its embedding does not matter.
         """
         next_embeddings = target.embed(ids.roll(-1, dims=1)).to(self.norm.weight.dtype)
-        # An unused anchor may be 0; its block is ignored.
+        # Unused entries of `anchors` may be 0. Their blocks are ignored, so clamping is harmless.
         first_positions = (anchors - 1).clamp(min=0)
         return next_embeddings, first_positions
 
@@ -261,14 +279,16 @@ class DART(Drafter):
     ) -> torch.Tensor:
         """Run all blocks of packed sequences at once, in training (DART section 3.3).
 
-        `features` (B, T, F), `positions` (B, T) and `next_embeddings` (B, T, D) describe the
-        context. `first_positions` (B, N) are the indices of the blocks' first slots in the context.
-        `mask` is the result of `build_training_mask`; its columns are first the context positions,
-        then the block slots. Returns the states (B, N * W, D) after `normalize_for_head`.
+        `features` (B, T, num_features), `positions` (B, T) and `next_embeddings`
+        (B, T, hidden_size) describe the T context positions. `first_positions` (B, num_blocks) are
+        the indices of the blocks' first slots (input positions). `mask` comes from
+        `build_training_mask`; its columns are the context positions, then all slots. Returns the
+        slots' hidden states (B, num_blocks * num_slots, hidden_size) after `normalize_for_head`.
         """
         offsets = torch.arange(self.num_queries, device=first_positions.device)
         block_positions = positions.gather(1, first_positions)[..., None] + offsets
-        rotary = self.compute_rotary(block_positions.flatten(1))  # (B, N * W, E)
+        # (B, slots of all blocks, head size)
+        rotary = self.compute_rotary(block_positions.flatten(1))
         context_rotary = self.compute_rotary(positions)
 
         def gather_first_slots(values: torch.Tensor) -> torch.Tensor:
@@ -292,7 +312,8 @@ class DART(Drafter):
         return self.normalize_for_head(states)
 
     def build_state(self, cache: KVCache, rotary_tables: CosSin) -> DARTState:
-        """Return a decoding state with an empty cache and no pending features."""
+        """Return a decoding state with an empty KV cache and zeros as the features of the last
+        committed positions."""
         num_features = len(self.layer_ids) * self.config.hidden_size
         weight = self.norm.weight
         pending_features = torch.zeros(
@@ -310,12 +331,13 @@ class DART(Drafter):
         state: DARTState,
         counts_on_device: torch.Tensor | None = None,
     ) -> None:
-        """Add newly committed positions to the state, as `Drafter.update_context` describes.
+        """Add newly committed positions to the decoding state; the arguments are explained in
+        `Drafter.update_context`.
 
-        The keys and values of a position can be computed once the next token is committed. So this
-        call writes keys and values to the cache for each batch row's previous last position, and
-        for all new positions except the last. The features of the last new position are stored as
-        pending features.
+        A position's keys and values depend on the next token, so they are computed when that token
+        has been committed. This call therefore writes to the KV cache the last position of the
+        previous call, and the new positions except the last one. It stores the features of the last
+        one.
         """
         cache = state.cache
         rows = len(features)
@@ -325,10 +347,10 @@ class DART(Drafter):
             added = counts_on_device
         if counts is None:
             assert counts_on_device is not None
-            # Batch rows that are still being filled keep their pending features.
+            # Batch rows that are not in use yet get no new positions.
             added = counts_on_device * cache.used_row_mask[:rows]
         row_indices = torch.arange(rows, device=added.device)
-        last_features = features[row_indices, (added - 1).clamp(min=0)]  # (B, F)
+        last_features = features[row_indices, (added - 1).clamp(min=0)]  # (B, features)
 
         if state.is_empty:
             assert counts is not None
@@ -350,8 +372,10 @@ class DART(Drafter):
             keys, values = self.midlayer.self_attn.project_keys_values(
                 inputs, *state.next_rotary(rows, width)
             )
-            keys_values = torch.stack([keys, values]).transpose(2, 3)  # (2, B, C, H, E)
-            keys_values = keys_values.flatten(3).flatten(1, 2)  # (2, B * C, H * E)
+            # (keys and values, B, new positions, heads, head size)
+            keys_values = torch.stack([keys, values]).transpose(2, 3)
+            # (keys and values, B * new positions, heads * head size)
+            keys_values = keys_values.flatten(3).flatten(1, 2)
             slots = cache.make_view(width).slot_mapping[:rows].flatten()
             cache.buffer.index_copy_(1, slots, keys_values)
         cache.advance_lengths(counts, counts_on_device)
@@ -359,8 +383,12 @@ class DART(Drafter):
     def compute_block_states(
         self, target: Target, bonus: torch.Tensor, position: BlockPosition, state: DARTState
     ) -> torch.Tensor:
-        """Compute the states (B, W, D) of one block after each of the bonus tokens (B,). The result
-        is the same as that of `forward` in training."""
+        """Compute the hidden states (B, num_slots, hidden_size) of the slots (input positions) of
+        one block per batch row.
+
+        `bonus` (B,) are the bonus tokens, after which the blocks are drafted. The result is the
+        same as that of `forward` in training.
+        """
         mask = build_cached_block_mask(position, self.num_queries, CAUSAL_PATTERN)
         pending_features = state.pending_features[: len(bonus)]
         projected = self.fc(pending_features[:, None])  # (B, 1, D)

@@ -1,9 +1,10 @@
-"""Read the config.json layouts in which DFlash drafters are published. writers.py writes layouts.
+"""Read the config.json of DFlash drafters in all published formats ("layouts"). writers.py writes
+these formats.
 
-The public layout is the one of the DFlash authors' checkpoints; this project also writes it. Every
-other layout is described by its differences from the public layout. Some checkpoints in the public
-layout have layers with a sliding window, or store sizes in `dflash_config`. JetSpec's checkpoints
-have the additional flag `causal_head`, and NeMo Automodel's have another class name.
+The public layout is the format of the DFlash authors' checkpoints, which this project also writes.
+Every other layout is described by its differences from the public layout. Some checkpoints in the
+public layout have layers with a sliding window, or store sizes in `dflash_config`. JetSpec's
+checkpoints have the additional flag `causal_head`, and NeMo Automodel's have another class name.
 """
 
 from collections.abc import Collection, Mapping
@@ -15,33 +16,34 @@ from infer.drafters.heads.table import read_head_config
 from infer.drafters.key_rules import CAUSAL_KEYS, REQUIRED_SIZE_KEYS
 
 EMPTY_MAPPING: Mapping[str, Any] = {}
-DEFAULT_CONVOLUTION_GROUP_SIZE = 16  # assumed if config.json lacks conv_group_size
+# number of channels that share a convolution kernel, if config.json lacks conv_group_size
+DEFAULT_CONVOLUTION_GROUP_SIZE = 16
 
 
 class CheckpointLayout(NamedTuple):
-    """A layout of config.json and of tensor names, described by the differences from the public
-    layout."""
+    """A format of config.json and of tensor names, described by its differences from the format of
+    the DFlash authors' checkpoints (the public layout)."""
 
     name: str
-    # whether the slot of the bonus token drafts a token, if config.json does not say so
+    # whether the bonus token's position drafts a token, if config.json does not say
     drafts_from_anchor: bool = False
-    # keys that must be present in addition to those of the public layout
+    # config.json keys that are required in addition to those of the public layout
     required_keys: tuple[str, ...] = ()
-    # Values of missing keys, for keys whose default in the layout's own code differs from the
-    # default in this project.
+    # Values of missing config.json keys, if the program that defines the layout has other defaults
+    # than this project.
     defaults: Mapping[str, Any] = EMPTY_MAPPING
-    # Key: prefix of tensor names in the layout. Value: the prefix in this project.
+    # Key: prefix of tensor names in the checkpoint. Value: the prefix in this project.
     tensor_prefixes: Mapping[str, str] = EMPTY_MAPPING
-    # Key: a config.json key in the layout. Value: the name of the key in this project.
+    # Key: a key of config.json in this layout. Value: the name of the key in this project.
     key_names: Mapping[str, str] = EMPTY_MAPPING
-    first_layer_id: int = 0  # the number of the target's first layer in target_layer_ids
-    # Whether the layout's own code reads the states of the target's last layer before ("raw") or
+    first_layer_id: int = 0  # number that target_layer_ids uses for the target's first layer
+    # Whether a drafter in this layout reads the output of the target's last layer before ("raw") or
     # after ("normed") the target's final norm.
     last_tap: str = "normed"
 
 
 PUBLIC_DFLASH_LAYOUT = CheckpointLayout("dflash")
-# TorchSpec's fork AngelSpec has the same layout. This layout has no dflash_config.
+# TorchSpec and its fork AngelSpec use this layout, in which config.json has no dflash_config.
 TORCHSPEC_LAYOUT = CheckpointLayout(
     "TorchSpec",
     tensor_prefixes={
@@ -53,13 +55,13 @@ TORCHSPEC_LAYOUT = CheckpointLayout(
 )
 TRANSFORMERS_DRAFTER_MODEL_TYPE = "muse_glimmer_assistant"
 TRANSFORMERS_DRAFTER_ARCHITECTURE = "MuseGlimmerAssistantModel"
-# Layouts of files without dflash_config. Key: `model_type` in config.json.
+# Layouts of config.json files without dflash_config. Key: `model_type` in config.json.
 LAYOUTS_BY_MODEL_TYPE = {
     "dflash": TORCHSPEC_LAYOUT,
     "dspark": TORCHSPEC_LAYOUT._replace(drafts_from_anchor=True, required_keys=("markov_rank",)),
 }
-# Tensors of the XPress head. Key: prefix of tensor names within the head in the XPress authors'
-# checkpoints. Value: the prefix within the head in this project.
+# Names of the XPress head's tensors, without the head's own prefix. Key: prefix in the XPress
+# authors' checkpoints. Value: prefix in this project.
 XPRESS_HEAD_PREFIXES = {
     "w1.": "token_embed.",
     "w2.": "readout.",
@@ -70,7 +72,7 @@ XPRESS_HEAD_PREFIXES = {
     "mlp.up_proj.": "mlp_up.",
     "mlp.down_proj.": "mlp_down.",
 }
-# Key: `projector_type` in config.json, a key that SpecForge writes.
+# SpecForge's layouts. Key: `projector_type` in config.json.
 LAYOUTS_BY_PROJECTOR_TYPE = {
     "dspark": CheckpointLayout(
         "SpecForge", drafts_from_anchor=True, required_keys=("markov_rank",)
@@ -84,10 +86,10 @@ LAYOUTS_BY_PROJECTOR_TYPE = {
         },
     ),
 }
-# Key: the first name under `architectures` in config.json. Files in the public layout can also have
-# the family's architecture, DFlashDraftModel, which is not in this table.
+# Key: the first name under `architectures` in config.json. DFlashDraftModel, which the public
+# layout and others use, is handled in `find_layout`.
 CHECKPOINT_LAYOUTS_BY_DRAFTER_ARCHITECTURE = {
-    "Qwen3DFlashDraftModel": PUBLIC_DFLASH_LAYOUT,  # NeMo Automodel
+    "Qwen3DFlashDraftModel": PUBLIC_DFLASH_LAYOUT,  # written by NeMo Automodel
     "QwenDFlashDraftModel": CheckpointLayout("AngelSlim"),
     "QwenDFlareDraftModel": CheckpointLayout("AngelSlim", defaults={"layer_fusion": True}),
     "Qwen3XPressModel": CheckpointLayout(
@@ -99,7 +101,8 @@ CHECKPOINT_LAYOUTS_BY_DRAFTER_ARCHITECTURE = {
             for layout_prefix, prefix in XPRESS_HEAD_PREFIXES.items()
         },
     ),
-    # This layout has no dflash_config, and stores copies of the embedding and the head.
+    # DeepSpec's layout has no dflash_config. Its checkpoints contain copies of the target's
+    # embedding and language model head.
     "Qwen3DSparkModel": CheckpointLayout("DeepSpec", drafts_from_anchor=True),
     "DSparkDraftModel": LAYOUTS_BY_PROJECTOR_TYPE["dspark"],
     "DominoDraftModel": LAYOUTS_BY_PROJECTOR_TYPE["domino"],
@@ -119,8 +122,8 @@ CHECKPOINT_LAYOUTS_BY_DRAFTER_ARCHITECTURE = {
         tensor_prefixes={"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."},
     ),
 }
-# The values of missing keys in speculators' layout. Key: `speculators_model_type` in config.json.
-# In this layout, the keys of Qwen3Config are in the object `transformer_layer_config`.
+# Defaults in speculators' layout. Key: `speculators_model_type` in config.json. Value: the values
+# of config.json keys that may be missing.
 SPECULATORS_DEFAULTS: dict[str, Mapping[str, Any]] = {
     "dflash": EMPTY_MAPPING,
     "dspark": {
@@ -142,7 +145,8 @@ SPECULATORS_KEY_NAMES = {"aux_hidden_state_layer_ids": "target_layer_ids"}
 
 
 def find_layout(family: Family, raw: dict[str, Any]) -> CheckpointLayout | None:
-    """Return the layout of the config.json `raw`; None if the layout is unknown."""
+    """Return the format of a drafter's config.json, whose content is `raw`; None if the format is
+    unknown."""
     architecture = first_architecture(raw)
     speculators_type = str(raw.get("speculators_model_type"))
     if speculators_type in SPECULATORS_DEFAULTS:
@@ -163,7 +167,7 @@ def find_layout(family: Family, raw: dict[str, Any]) -> CheckpointLayout | None:
     if layout is None or has_family_object or "target_layer_ids" not in raw:
         return layout
 
-    # From here on, the family's keys are at the top level of config.json, as in DeepSpec's and
+    # Here, the keys of dflash_config are at the top level of config.json, as in DeepSpec's and
     # TorchSpec's layouts.
     if architecture == family.architecture:
         layout = CHECKPOINT_LAYOUTS_BY_DRAFTER_ARCHITECTURE["Qwen3DSparkModel"]
@@ -173,11 +177,11 @@ def find_layout(family: Family, raw: dict[str, Any]) -> CheckpointLayout | None:
 def read_config(
     family: Family, raw: dict[str, Any], tensors: Collection[str], target_layers: int | None
 ) -> ParsedConfig | None:
-    """Translate a config.json, `raw`, to this project's keys. Return None if the layout of `raw` is
-    unknown.
+    """Translate the content of a DFlash drafter's config.json to this project's keys.
 
-    `tensors` are the names of the stored tensors. `target_layers` is the target's number of layers;
-    it is used if `raw` does not store this number.
+    `raw` is the content. `tensors` are the names of the tensors in the checkpoint. `target_layers`
+    is the target's number of layers, used if `raw` does not store this number. Returns None if the
+    format of `raw` is unknown.
     """
     speculators_type = raw.get("speculators_model_type")
     layout = find_layout(family, raw)
@@ -196,8 +200,8 @@ def read_config(
     if layout.name not in ("speculators", "transformers", "TorchSpec"):
         layout = LAYOUTS_BY_PROJECTOR_TYPE.get(keys.get("projector_type", ""), layout)
     if layout is CHECKPOINT_LAYOUTS_BY_DRAFTER_ARCHITECTURE[TRANSFORMERS_DRAFTER_ARCHITECTURE]:
-        # The layout does not store the size of the vocabulary, so assume the smallest size that
-        # includes the mask token.
+        # config.json may lack the size of the vocabulary. Assume the smallest size that includes
+        # the mask token.
         keys.setdefault("vocab_size", keys.get("mask_token_id", 0) + 1)
         keys.setdefault("layer_types", ["sliding_attention"] * keys.get("num_hidden_layers", 1))
     keys.require(
@@ -217,8 +221,8 @@ def read_config(
                 parsed.renamed_tensors[name] = prefix + name[len(layout_prefix) :]
     layers = keys.get("num_target_layers", target_layers)
     layer_ids = keys["target_layer_ids"]
-    # In some files, num_target_layers is not the target's number of layers but the number of
-    # elements of target_layer_ids.
+    # In some files, num_target_layers is not the target's number of layers but the number of target
+    # layers that the drafter reads.
     counts_feature_layers = layers == len(layer_ids) <= max(layer_ids) - layout.first_layer_id
     if layout.name == "TorchSpec" or counts_feature_layers:
         layers = keys.get("target_num_hidden_layers", target_layers)
@@ -234,10 +238,11 @@ def complete_config(
     tensors: Collection[str],
     layers: int | None,
 ) -> None:
-    """Set the fields of `parsed` that describe the options and the tensors of the drafter. The
-    required keys must be present in `keys`.
+    """Set `parsed.options` (the arguments of Qwen3Config) and the fields of `parsed` that describe
+    the checkpoint's tensors.
 
-    `layers` is the target's number of layers, None if it is unknown.
+    `keys` are the valid entries of config.json, among them all required keys. `tensors` are the
+    names of the checkpoint's tensors. `layers` is the target's number of layers, None if unknown.
     """
     options = keys.read_transformer_config()
     head_config = read_conditional_head(keys, layout, tensors)
@@ -248,15 +253,15 @@ def complete_config(
     family_config |= keys.read_feature_layers(layers, layout.first_layer_id, layout.last_tap)
     family_config |= read_causal_flag(keys, layout, options)
     family_config |= head_config
-    # `architectures` does not tell DFlare drafters (`layer_fusion`) from DFlash drafters, because
-    # AngelSlim's template of config.json names the DFlash class for both.
+    # `architectures` does not show whether a drafter has layer fusion (DFlare), because AngelSlim's
+    # template of config.json names the DFlash class for both kinds.
     if keys.get("layer_fusion", "layer_fusion_weights" in tensors):
         family_config["layer_fusion"] = True
     family_config |= read_convolutions(keys, options["hidden_size"])
 
     if layers and "last_tap" in family_config:
         warn_of_default_last_tap(parsed, keys, layout)
-    parsed.unused_tensors.add("t2d")  # t2d can be computed from d2t
+    parsed.unused_tensors.add("t2d")  # t2d (which target tokens can be drafted) follows from d2t
     if "draft_vocab_size" not in options:
         parsed.unused_tensors.add("d2t")
     parsed.padded_rows = keys.padded_rows
@@ -282,7 +287,8 @@ def complete_config(
 
 
 def read_convolutions(keys: CheckedKeys, hidden_size: int) -> dict[str, int]:
-    """Return the keys that describe DFlash 2's convolutions; {} if there are none."""
+    """Return the config.json entries that describe DFlash 2's convolutions; {} if there are
+    none."""
     if not keys.get("conv_kernel_size"):
         return {}
     group_size = keys.get("conv_group_size", DEFAULT_CONVOLUTION_GROUP_SIZE)
@@ -296,7 +302,7 @@ def read_convolutions(keys: CheckedKeys, hidden_size: int) -> dict[str, int]:
 def warn_of_default_last_tap(
     parsed: ParsedConfig, keys: CheckedKeys, layout: CheckpointLayout
 ) -> None:
-    """Add a warning to `parsed` if config.json leaves open whether the drafter reads the target's
+    """Add a warning to `parsed` if config.json does not say whether the drafter reads the target's
     last layer before or after the final norm."""
     if layout.last_tap != "normed" or layout.name == "transformers" or "last_tap" in keys:
         return
@@ -311,8 +317,12 @@ def warn_of_default_last_tap(
 def read_conditional_head(
     keys: CheckedKeys, layout: CheckpointLayout, tensors: Collection[str]
 ) -> dict[str, Any]:
-    """Return the keys of the conditional head, if there is one. The result includes
-    `sample_from_anchor` if the slot of the bonus token drafts a token."""
+    """Return the config.json entries that describe the conditional head (it makes a token's score
+    depend on the drafted tokens before it).
+
+    They include `sample_from_anchor` if the bonus token's position also drafts a token; this is
+    possible without a conditional head.
+    """
     head_config = read_head_config(keys)
     intermediate_size = keys.get("xpress_mlp_hidden")
     if intermediate_size and "xpress_rank" in head_config:
@@ -327,7 +337,7 @@ def read_conditional_head(
             "enable_confidence_head", "is true, but markov_rank is 0 or missing; set it to false"
         )
 
-    # Two layouts have different names for the same flag.
+    # `shift_label` is SpecForge's name of the flag `sample_from_anchor`.
     flags = [keys[key] for key in ("sample_from_anchor", "shift_label") if key in keys]
     if len({*flags}) > 1:
         keys.add_problem(
@@ -349,11 +359,12 @@ def read_conditional_head(
 def read_causal_flag(
     keys: CheckedKeys, layout: CheckpointLayout, options: dict[str, Any]
 ) -> dict[str, bool]:
-    """Return the key `causal`, which holds for all layers, or {} if config.json does not set it.
+    """Return {"causal": value} if config.json makes all layers causal, or all not causal, within
+    the block; else {}.
 
-    Engines read different keys of CAUSAL_KEYS, so keys that contradict each other are a problem.
-    (NeMo's JetSpec recipe writes both is_causal false and causal true.) In the layout of
-    transformers, `options["sliding_window"]` is also converted to a number of positions.
+    Engines read different names of this flag (CAUSAL_KEYS), so contradicting values are a problem.
+    NeMo's JetSpec recipe writes is_causal false and causal true. In transformers' layout,
+    `options["sliding_window"]` is also converted from a distance to a number of positions.
     """
     family_config = {}
     if "sliding_attention" in options["layer_types"]:

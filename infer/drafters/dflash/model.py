@@ -1,8 +1,9 @@
 """The DFlash drafter: proposes a block of tokens in one pass over the target's hidden states.
 
-B batch rows, C new context positions, T context length, N anchors (positions of the blocks' bonus
-tokens), W slots of a block (the bonus token and masks), D hidden size, F features of a position
-(hidden states of several target layers, concatenated), H key and value heads, E head size.
+A slot is an input position of a block. B batch rows, C new context positions, T context length, N
+anchors (positions of the blocks' bonus tokens), W slots of a block (the bonus token and masks), D
+hidden size, F features of a position (hidden states of several target layers, concatenated), H key
+and value heads, E head size.
 
 The architecture is that of the public DFlash checkpoints. The drafter has a few Qwen3 layers, whose
 queries are the slots of the block `[bonus token, mask, ..., mask]`. Keys and values come from the
@@ -14,10 +15,10 @@ With the option `layer_fusion` (DFlare; arXiv 2606.02091 and AngelSlim's class),
 projection does not exist: each layer reads its own learned mix of the target's layers, and has
 separate key and value projections for the context.
 
-Training runs `forward`: many blocks of packed sequences under one mask, through `DFlashLayer`.
-Decoding runs `draft_block`: one block for every batch row against a KV cache, through
-`KernelDecoder`, which computes the same from the weights of the layers. A drafter with convolutions
-runs `DFlashLayer` in decoding too. DDTree section 3 describes the marginals of a block.
+Training runs `forward`: all blocks of packed sequences in one pass through `DFlashLayer`. Decoding
+runs `draft_block`: one block per batch row, with a KV cache for the context, through
+`KernelDecoder`, which computes the same with faster kernels. A drafter with convolutions runs
+`DFlashLayer` in decoding too. DDTree section 3 describes the distributions of a block's tokens.
 """
 
 import math
@@ -54,24 +55,24 @@ from infer.targets.layers import convert_layer, join_linear_copies, select_decod
 from infer.targets.support import attention_layer_ids
 from infer.targets.target import Target
 
-# Public drafters have at least MIN_LAYERS_OF_PUBLIC_DRAFTERS layers. A drafter with fewer layers
-# reads three layers of a target that has at least MIN_LAYERS_OF_DEEP_TARGET layers, since the
-# states of fewer target layers carry too little information (LOG.md).
+# Public drafters have at least MIN_LAYERS_OF_PUBLIC_DRAFTERS layers and read as many target layers.
+# A drafter with fewer layers still reads three target layers if the target has at least
+# MIN_LAYERS_OF_DEEP_TARGET layers, since fewer target layers carry too little information (LOG.md).
 MIN_LAYERS_OF_DEEP_TARGET = 12
 MIN_LAYERS_OF_PUBLIC_DRAFTERS = 3
 MAX_CONVOLUTION_GROUP_SIZE = 16  # maximum number of channels that share a convolution kernel
-# In a new drafter with layer fusion, every layer prefers one target layer. The logit of this target
-# layer in the mix has this value; the logits of other target layers are 0.
+# With layer fusion, each layer reads a mix of target layers, whose weights are the softmax of
+# learned logits. In a new drafter, one target layer has this logit, and the others have the logit
+# 0.
 INITIAL_PREFERRED_FUSION_LAYER_LOGIT = 2.0
 
 
 def get_layer_patterns(config: Qwen3Config) -> list[AttentionPattern]:
-    """Return the attention pattern of every layer: whether the layer is causal within the block,
-    and the length of its sliding window, None for a layer with full attention.
+    """Return the attention pattern of every layer: whether attention is causal within the block,
+    and the length of the sliding window (None for full attention).
 
-    If `dflash_config` has the key `causal`, its value holds for all layers. Otherwise, as in
-    serving engines, layers with a sliding window are causal, and layers with full attention are
-    not.
+    If `dflash_config` has the key `causal`, its value holds for all layers. Otherwise, layers with
+    a sliding window are causal and layers with full attention are not, as in serving engines.
     """
     all_causal = config.dflash_config.get("causal")
     patterns = []
@@ -83,15 +84,13 @@ def get_layer_patterns(config: Qwen3Config) -> list[AttentionPattern]:
 
 
 class BlockConvolution(nn.Module):
-    """DFlash 2's two convolutions, which mix each slot of a block with the slots before it. One is
-    applied to the input of a sublayer (attention or MLP), and one to the output of the sublayer.
+    """DFlash 2's two convolutions around a sublayer (attention or MLP): one on its input, one on
+    its output. They mix each slot (input position) of a block with the slots before it.
 
-    Conv(x)_t = sum_o (base[o] + delta_t[o, group]) x_{t-o}, where t is a slot, o is an offset from
-    0 to O - 1, and x is zero before the block's first slot. `delta` is computed from the input of
-    the sublayer, for both convolutions. With initial weights, both convolutions are the identity.
-
-    Q slots of all blocks of a batch row, W slots of a block, O kernel size, G groups of channels
-    that share a kernel.
+    Conv(x)_t = sum_o (base[o] + delta_t[o, group]) x_{t-o}. Here t is a slot, the offset o runs
+    from 0 to kernel_size - 1, and x is zero before the block's first slot. `base` is a parameter.
+    `delta` is computed from the sublayer's input and is the same for all channels of a group. With
+    initial weights, both convolutions are the identity.
     """
 
     def __init__(self, config: Qwen3Config) -> None:
@@ -111,18 +110,26 @@ class BlockConvolution(nn.Module):
         nn.init.ones_(self.base_kernel[:, 0])
 
     def compute_kernels(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the kernel (B, Q, O, D) of the convolution before the sublayer and the kernel
-        (B, Q, O, D) of the convolution after the sublayer. `inputs` (B, Q, D) is the sublayer's
-        input."""
+        """Compute the kernels of the convolutions before and after the sublayer.
+
+        `inputs` (B, num_slots, hidden_size) is the sublayer's input at the slots of all blocks.
+        Each kernel has the shape (B, num_slots, kernel_size, hidden_size).
+        """
         delta = self.kernel_projection(inputs)
-        delta = delta.unflatten(-1, (2, self.kernel_size, -1))  # (B, Q, 2, O, G)
+        # (B, slots of all blocks, 2, kernel size, groups of channels)
+        delta = delta.unflatten(-1, (2, self.kernel_size, -1))
         kernels = self.base_kernel + delta.repeat_interleave(self.group_size, -1)
         kernel_before, kernel_after = kernels.unbind(2)
         return kernel_before, kernel_after
 
     def convolve(self, states: torch.Tensor, kernel: torch.Tensor) -> torch.Tensor:
-        """Return the convolution (B, Q, D) of states (B, Q, D) with a kernel (B, Q, O, D)."""
-        blocks = states.unflatten(1, (-1, self.block_slots))  # (B, N, W, D)
+        """Return the convolution (B, num_slots, hidden_size) of `states` with a kernel.
+
+        `states` (B, num_slots, hidden_size) are the hidden states at the slots of all blocks.
+        `kernel` (B, num_slots, kernel_size, hidden_size) has one kernel per slot.
+        """
+        # (B, blocks, slots of a block, hidden size)
+        blocks = states.unflatten(1, (-1, self.block_slots))
         shifted = []
         for offset in range(self.kernel_size):
             padded = F.pad(blocks, (0, 0, offset, 0))
@@ -131,8 +138,8 @@ class BlockConvolution(nn.Module):
 
 
 class DFlashLayer(DrafterLayer):
-    """A decoder layer of DFlash. If the config has convolutions, there is one before and one after
-    attention, and one before and one after the MLP."""
+    """A decoder layer of DFlash. If the config has convolutions, one is applied before and one
+    after attention, and one before and one after the MLP."""
 
     drafter_only_prefixes = (
         "attention_conv.",
@@ -164,23 +171,24 @@ class DFlashLayer(DrafterLayer):
 
 @dataclass
 class DFlashState(DrafterState):
-    """The decoding state: the keys and values of the context, and the drafter's weights in the form
-    that decoding reads.
+    """The decoding state: the KV cache of the context, and the drafter's weights in the form that
+    the kernels read.
 
     The weights are copies if the drafter is being trained.
     """
 
-    decoder: KernelDecoder | None  # None for a drafter with convolutions; no kernel supports them
-    # maps features (tokens, F) to the keys and values of all layers (tokens, layers * 2 * H * E)
+    # runs the layers; None for drafters with convolutions, which no kernel supports
+    decoder: KernelDecoder | None
+    # the function that `DFlash.build_context_projection` returns
     project_context: Callable[[torch.Tensor], torch.Tensor]
-    key_norm: RMSNormWeights  # norms of the keys of all layers; weight (layers, H, E)
+    key_norm: RMSNormWeights  # norms of the keys; the weight is (layers, key heads, head size)
 
 
 class DFlash(Drafter):
     """The DFlash drafter. The parameters have the same names as in the public checkpoints.
 
-    A block has W slots. The slot of the bonus token drafts no token, so W - 1 tokens are drafted.
-    If the config has `sample_from_anchor`, it does draft one, so W tokens are drafted.
+    The inputs of a block are the bonus token and mask tokens. A token is drafted at each mask
+    token, and also at the bonus token if the config has `sample_from_anchor`.
     """
 
     family = DRAFTER_FAMILIES["dflash"]
@@ -209,12 +217,12 @@ class DFlash(Drafter):
             self.attention_patterns.index(pattern) for pattern in layer_patterns
         ]
         self.has_layer_fusion = bool(family_config.get("layer_fusion"))
-        # the `suffix` of `DrafterAttention.key_value_projections` for the context
+        # suffix in the names of the projections that compute the context's keys and values
         self.context_projection_suffix = "_target" if self.has_layer_fusion else ""
         num_features = len(self.layer_ids)
         if self.has_layer_fusion:
-            # For each layer of the drafter, the logits of the target layers in the layer's mix: the
-            # softmax of the logits gives the weights of the mix.
+            # (drafter layers, target layers): layer i of the drafter reads a weighted mean of
+            # target layers; the weights are softmax(layer_fusion_weights[i]).
             self.layer_fusion_weights = nn.Parameter(
                 torch.empty(config.num_hidden_layers, num_features)
             )
@@ -228,17 +236,19 @@ class DFlash(Drafter):
 
     @property
     def typed_layers(self) -> list[DFlashLayer]:
-        """The layers of the drafter, as a list with the element type `DFlashLayer`."""
+        """The layers of the drafter, as a list whose element type is known to be `DFlashLayer`."""
         return [cast(DFlashLayer, layer) for layer in self.layers]
 
     @staticmethod
     def default_layer_ids(target_layers: int, layers: int) -> list[int]:
-        """Return the target layers whose states a new drafter of `layers` layers reads.
+        """Return the default choice of target layers whose hidden states a new drafter reads.
 
-        A drafter reads as many target layers as it has layers, evenly spaced from layer 1 to layer
-        `target_layers - 3`, like the public drafters. There are two exceptions: a drafter with
-        fewer than MIN_LAYERS_OF_PUBLIC_DRAFTERS layers reads three layers of a deep target, and a
-        drafter of one layer reads the middle layer of a target that is not deep.
+        `target_layers` and `layers` are the numbers of layers of the target and of the drafter. The
+        drafter reads as many target layers as it has layers, evenly spaced from layer 1 to layer
+        `target_layers - 3`, like the public drafters. There are two exceptions. With fewer than
+        MIN_LAYERS_OF_PUBLIC_DRAFTERS layers, it reads three layers of a target with at least
+        MIN_LAYERS_OF_DEEP_TARGET layers. With one layer, it reads the middle layer of other
+        targets.
         """
         if layers < MIN_LAYERS_OF_PUBLIC_DRAFTERS and target_layers >= MIN_LAYERS_OF_DEEP_TARGET:
             first = target_layers // 4 - 1
@@ -252,11 +262,12 @@ class DFlash(Drafter):
     def choose_warm_start_layers(
         layer_ids: tuple[int, ...], layers: int, target_config: PretrainedConfig
     ) -> list[int]:
-        """Return the target layers from whose weights the drafter's layers start.
+        """Return the target layers whose weights the drafter's layers copy in a warm start.
 
-        These are the first attention layers of the target after the first layer that the drafter
-        reads. If there are too few after it, they are the target's last attention layers. Returns
-        [] if the target has fewer attention layers than the drafter has layers.
+        These are the target's first attention layers after layer_ids[0], the first layer that the
+        drafter reads. If too few layers follow, these are the target's last attention layers.
+        `layers` is the drafter's number of layers. Returns [] if the target has fewer attention
+        layers.
         """
         all_attention_layers = attention_layer_ids(target_config)
         later_layers = [layer for layer in all_attention_layers if layer > layer_ids[0]]
@@ -269,7 +280,7 @@ class DFlash(Drafter):
     def build_family_config(
         options: DrafterConfig, target_config: PretrainedConfig, target: Target | None
     ) -> dict[str, Any]:
-        """Return `dflash_config` of a new drafter.
+        """Return the object `dflash_config` for the config.json of a new drafter.
 
         Raises ValueError if `mask_token_id` is not in the target's vocabulary.
         """
@@ -282,8 +293,8 @@ class DFlash(Drafter):
             mask_token_id = 0
         if not 0 <= mask_token_id < vocab_size:
             raise ValueError(
-                f"drafter.mask_token_id={mask_token_id}: the target's vocabulary has ids 0 to "
-                f"{vocab_size - 1}"
+                f"drafter.mask_token_id={mask_token_id}: use an id of the target's vocabulary, 0 "
+                f"to {vocab_size - 1}"
             )
 
         num_slots = options.block_size
@@ -296,8 +307,8 @@ class DFlash(Drafter):
             family_config["conv_kernel_size"] = options.conv_kernel_size
             family_config["conv_group_size"] = group_size
         if options.sliding_window:
-            # Without this key, programs that read config.json would assume that layers with a
-            # sliding window are causal.
+            # Without this key, serving engines would assume that layers with a sliding window are
+            # causal.
             family_config["causal"] = False
         for name in ("sample_from_anchor", "causal", "layer_fusion"):
             if vars(options)[name]:
@@ -305,8 +316,11 @@ class DFlash(Drafter):
         return family_config
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Draw initial weights. With layer fusion, deeper layers of the drafter start with a
-        preference for deeper layers of the target, as in AngelSlim."""
+        """Initialise all weights.
+
+        With layer fusion, where each layer learns its own mix of target layers, deeper layers of
+        the drafter start with a preference for deeper layers of the target, as in AngelSlim.
+        """
         super().init_weights(generator)
         if self.has_layer_fusion:
             nn.init.zeros_(self.layer_fusion_weights)
@@ -324,8 +338,11 @@ class DFlash(Drafter):
         target: Target,
         generator: torch.Generator | None,
     ) -> None:
-        """Set the projection and the norm of the context features. In the first layer, the keys and
-        values of the context are then exactly those that the target computes."""
+        """Set the weights that convert the target's hidden states to inputs of keys and values.
+
+        The keys and values of the context in the drafter's first layer are then the same as in the
+        target layer that this layer was copied from.
+        """
         self.hidden_norm.weight.copy_(layer_weights[0]["input_layernorm.weight"])
         if not self.has_layer_fusion:
             select_feature_layer(self.fc, 0)
@@ -338,21 +355,29 @@ class DFlash(Drafter):
             context_values.load_state_dict(values.state_dict())
 
     def mix_features_per_drafter_layer(self, features: torch.Tensor) -> torch.Tensor:
-        """Return the mix of the target layers' states that each layer of the drafter reads, as a
-        tensor (..., layers, D). `features` (..., F) are the states of the target layers."""
+        """Return the mix of the target layers' hidden states that each layer of the drafter reads,
+        (..., drafter layers, hidden_size).
+
+        `features` (..., target layers * hidden_size) are the concatenated hidden states of the
+        target layers. The drafter must have layer fusion.
+        """
         by_target_layer = features.unflatten(-1, (-1, self.config.hidden_size))
         return self.layer_fusion_weights.softmax(-1) @ by_target_layer
 
     def project_contexts(self, features: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Convert features (B, T, F) to the inputs (B, T, D) from which each layer computes the
-        keys and values of the context. The result has one tensor per layer."""
+        """Convert the target's hidden states to the vectors from which each layer computes keys and
+        values of the context.
+
+        `features` (B, T, num_features) are the concatenated hidden states of several target layers
+        at T positions. Returns one tensor (B, T, hidden_size) per layer of the drafter.
+        """
         if self.has_layer_fusion:
             return self.hidden_norm(self.mix_features_per_drafter_layer(features)).unbind(-2)
         return [self.hidden_norm(self.fc(features))] * len(self.layers)
 
     def build_block_ids(self, bonus: torch.Tensor) -> torch.Tensor:
-        """Return the token ids (..., W) of the block `[bonus token, mask, ..., mask]` for each of
-        the bonus tokens (...)."""
+        """Return the input tokens `[bonus token, mask, ..., mask]` of one block for each of the
+        bonus tokens `bonus` (...), as a tensor (..., num_slots)."""
         block_ids = bonus.unsqueeze(-1).repeat_interleave(self.num_queries, dim=-1)
         block_ids[..., 1:] = cast(int, self.mask_token_id)
         return block_ids
@@ -360,8 +385,13 @@ class DFlash(Drafter):
     def prepare_inputs(
         self, target: Target, ids: torch.Tensor, positions: torch.Tensor, anchors: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the embedded blocks (B, N * W, D) that start at `anchors` (B, N) of packed
-        sequences `ids` (B, T), and the positions (B, N * W) of the slots of the blocks."""
+        """Compute the inputs of `forward` for packed sequences of T tokens each.
+
+        `ids` and `positions` (B, T) are the tokens and their positions. `anchors` (B, num_blocks)
+        are the indices of the blocks' bonus tokens. Returns the embeddings
+        (B, num_blocks * num_slots, hidden_size) and the positions (B, num_blocks * num_slots) of
+        the blocks' input tokens.
+        """
         block_ids = self.build_block_ids(ids.gather(1, anchors))
         blocks = self.embed(target, block_ids).flatten(1, 2)
         offsets = torch.arange(self.num_queries, device=ids.device)
@@ -378,11 +408,12 @@ class DFlash(Drafter):
     ) -> torch.Tensor:
         """Run all blocks of packed sequences at once, in training.
 
-        `features` (B, T, F) and `positions` (B, T) describe the context. `blocks` (B, N * W, D) are
-        the embedded blocks at `block_positions` (B, N * W). `masks` are results of
-        `build_training_mask`, one for each of `attention_patterns`; their columns are first the
-        context positions, then the block slots. Returns the states (B, N * W, D) after
-        `normalize_for_head`.
+        `features` (B, T, num_features) and `positions` (B, T) describe the T context positions.
+        `blocks` (B, num_blocks * num_slots, hidden_size) are the embeddings of the blocks' input
+        tokens (slots), and `block_positions` (B, num_blocks * num_slots) are their positions.
+        `masks` come from `build_training_mask`, one for each of `attention_patterns`; their columns
+        are the context positions, then all slots. Returns the hidden states of the slots after
+        `normalize_for_head`, in the shape of `blocks`.
         """
         contexts = self.project_contexts(features)
         rotary = self.compute_rotary(block_positions)
@@ -412,8 +443,8 @@ class DFlash(Drafter):
         return self.normalize_for_head(states)
 
     def build_state(self, cache: KVCache, rotary_tables: CosSin) -> DFlashState:
-        """Return a decoding state with an empty cache and the weights in the form that decoding
-        reads."""
+        """Return a decoding state with an empty KV cache and the drafter's weights in the form that
+        the kernels read."""
         layers = self.typed_layers
         key_weights = [
             cast(nn.RMSNorm, layer.self_attn.k_norm).weight.detach().expand(cache.num_key_heads, -1)
@@ -426,8 +457,10 @@ class DFlash(Drafter):
         return DFlashState(cache, rotary_tables, decoder, self.build_context_projection(), key_norm)
 
     def build_decoder(self) -> KernelDecoder:
-        """Convert the layers to the form that decoding runs. The weights are copied if the drafter
-        is being trained."""
+        """Convert the layers to a `KernelDecoder`, which runs them in decoding.
+
+        The weights are copied if the drafter is being trained.
+        """
         kernels = self.kernels
         modules = self.layers
         if any(parameter.requires_grad for parameter in self.parameters()):
@@ -442,11 +475,12 @@ class DFlash(Drafter):
         return select_decoder_class(layers, kernels)(kernels, layers, final_norm)
 
     def build_context_projection(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return a function that maps features (tokens, F) to the keys and values of all layers
-        (tokens, layers * 2 * H * E), before the key norm and rotary embeddings.
+        """Return a function that computes the keys and values of the context in all layers, before
+        the key norm and rotary embeddings.
 
-        Without layer fusion, all layers read the same inputs, so that the function computes the
-        keys and values of all layers in one matmul.
+        The function maps the target's hidden states (tokens, num_features) to keys and values
+        (tokens, layers * 2 * key_value_heads * head_size). Without layer fusion, it needs one
+        matmul for all layers, because all layers read the same inputs.
         """
         kernels = self.kernels
         norm = RMSNormWeights(self.hidden_norm.weight.detach(), self.config.rms_norm_eps)
@@ -490,10 +524,10 @@ class DFlash(Drafter):
         state: DFlashState,
         counts_on_device: torch.Tensor | None = None,
     ) -> None:
-        """Compute the keys and values of newly committed positions and write them to the cache.
+        """Compute the keys and values of newly committed positions and write them to the KV cache.
 
-        The keys and values equal the result of `DrafterAttention.project_keys_values` in training.
-        `tokens` is ignored; the other arguments are described in `Drafter.update_context`.
+        They equal the result of `DrafterAttention.project_keys_values` in training. `tokens` is
+        ignored; the other arguments are explained in `Drafter.update_context`.
         """
         cache = state.cache
         rows, width, _ = features.shape
@@ -526,7 +560,8 @@ class DFlash(Drafter):
         first_layer = cache_window.layer_views()[0]
         first_layer.slot_mapping = cache_window.slot_mapping[:rows].flatten()
         cos, sin = state.next_rotary(rows, width)
-        rotation = (cos.flatten(0, 1)[:, None], sin.flatten(0, 1)[:, None])  # (B * C, 1, E)
+        # (B * new positions, 1, head size)
+        rotation = (cos.flatten(0, 1)[:, None], sin.flatten(0, 1)[:, None])
         self.kernels.qk_norm_rope_write(
             keys_values, cache.num_key_heads, state.key_norm, rotation, first_layer
         )
@@ -535,13 +570,17 @@ class DFlash(Drafter):
     def compute_block_states(
         self, target: Target, bonus: torch.Tensor, position: BlockPosition, state: DFlashState
     ) -> torch.Tensor:
-        """Compute the states (B, W, D) of one block after each of the bonus tokens (B,). The result
-        is the same as that of `forward` in training."""
+        """Compute the hidden states (B, num_slots, hidden_size) of the slots (input positions) of
+        one block per batch row.
+
+        `bonus` (B,) are the bonus tokens, after which the blocks are drafted. The result is the
+        same as that of `forward` in training.
+        """
         masks = {
             str(index): build_cached_block_mask(position, self.num_queries, pattern)
             for index, pattern in enumerate(self.attention_patterns)
         }
-        states = self.embed(target, self.build_block_ids(bonus))  # (B, W, D)
+        states = self.embed(target, self.build_block_ids(bonus))  # (B, slots, hidden size)
         cache_window = position.cache_window
         if state.decoder is None:
             for index, layer in enumerate(self.layers):
@@ -551,10 +590,11 @@ class DFlash(Drafter):
             return self.normalize_for_head(states)
 
         cos, sin = position.rotary
-        rotation = (cos.flatten(0, 1)[:, None], sin.flatten(0, 1)[:, None])  # (B * W, 1, E)
+        # (B * slots, 1, head size)
+        rotation = (cos.flatten(0, 1)[:, None], sin.flatten(0, 1)[:, None])
         rotations = dict.fromkeys(masks, rotation)
-        # `KernelDecoder.run` returns the output after the final norm under the number of layers,
-        # and the output of a layer under the index of this layer.
+        # `KernelDecoder.run` returns a dict. Key i holds the output of layer i, and key
+        # len(self.layers) holds the output after the final norm.
         output_index = len(self.layers)
         output_layers = ()
         if self.head_reads_raw_states:

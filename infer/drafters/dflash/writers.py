@@ -1,11 +1,13 @@
-"""Convert DFlash drafters to the layouts that engines and trainers read. layouts.py reads layouts.
+"""Convert DFlash drafters to the checkpoint formats ("layouts") of engines and trainers. layouts.py
+reads these formats.
 
 There is one writer function per export format. A writer takes the drafter, the target or None, and
-the drafter's config.json and tensors in the public layout. The tensors include the embedding and
-the language model head that the drafter uses if the format has `stores_embedding_and_head`
-(families.py). A writer returns the config.json and the tensors in the layout of the format.
+the drafter's config.json and tensors in the public layout (the format of the DFlash authors'
+checkpoints). The tensors include the embedding and the language model head that the drafter uses if
+the format has `stores_embedding_and_head` (families.py). A writer returns the content of
+config.json and the tensors in its format.
 
-`infer.formats.export` calls a writer only if the layout can express the drafter.
+`infer.formats.export` calls a writer only if its format can express the drafter.
 """
 
 import math
@@ -27,36 +29,40 @@ from infer.targets.target import Target
 Config = dict[str, Any]
 Weights = dict[str, torch.Tensor]
 
-# A layout with convolutions stores identity convolutions for a drafter that has no convolutions.
-# They have the kernel size and the group size of published drafters.
+# DFlash 2's format requires convolutions. A drafter without convolutions gets identity convolutions
+# with the kernel size and the number of channels per group of published drafters.
 IDENTITY_CONVOLUTION_KERNEL_SIZE = 2
 MAX_IDENTITY_CONVOLUTION_GROUP_CHANNELS = 16
-DEEPSPEC_NUM_ANCHORS = 512  # value of num_anchors, a training option that DeepSpec requires
-# Key: `HeadSpec.name` of the conditional head. Value: `speculators_model_type`.
+DEEPSPEC_NUM_ANCHORS = 512  # value of the config.json key num_anchors, which DeepSpec requires
+# Key: name of the conditional head (`HeadSpec.name`). Value: `speculators_model_type` in
+# config.json.
 SPECULATORS_TYPE_BY_HEAD = {"markov": "dspark", "selector": "dflash2", "xpress": "xpress"}
-# Key: `speculators_model_type`. Value: the class name under `architectures`.
+# Key: `speculators_model_type` in config.json. Value: the class name under `architectures`.
 SPECULATORS_CLASS_BY_TYPE = {
     "dflash": "DFlashDraftModel",
     "dspark": "DSparkDraftModel",
     "dflash2": "DFlash2DraftModel",
     "xpress": "XPressDraftModel",
 }
-# Keys of dflash_config with these prefixes are at the top level of speculators' config.json.
+# Keys of dflash_config with these prefixes are copied to the top level of speculators' config.json.
 SPECULATORS_KEY_PREFIXES = ("markov_", "selector_", "conv_", "xpress_", "num_jacobi_")
 
 
 def write_public(
     drafter: Drafter, target: Target | None, config: Config, weights: Weights
 ) -> tuple[Config, Weights]:
-    """Return `config` and `weights` unchanged, as they are in the public layout."""
+    """Return `config` and `weights` unchanged: they are already in the format of the DFlash
+    authors' checkpoints."""
     return config, weights
 
 
 def write_dflash2(
     drafter: Drafter, target: Target | None, config: Config, weights: Weights
 ) -> tuple[Config, Weights]:
-    """Return config.json and tensors in the layout of DFlash 2's authors. Identity convolutions are
-    added to a drafter without convolutions."""
+    """Return the content of config.json and the tensors in the format of DFlash 2's authors.
+
+    A drafter without convolutions gets convolutions that are the identity.
+    """
     keys, convolutions = build_selector_keys(drafter)
     config["architectures"] = ["DFlash2DraftModel"]
     config["dflash_config"] |= keys
@@ -64,11 +70,15 @@ def write_dflash2(
 
 
 def build_selector_keys(drafter: Drafter) -> tuple[Config, Weights]:
-    """Return the config.json keys of DFlash 2's selector and convolutions, and the tensors of
-    identity convolutions if the drafter has no convolutions, else {}."""
+    """Return the config.json entries of DFlash 2's candidate selector and convolutions, and tensors
+    to add.
+
+    DFlash 2 requires convolutions. If the drafter has none, the added tensors are convolutions that
+    are the identity; otherwise they are {}.
+    """
     head = drafter.conditional_head
     assert head is not None
-    # In this project, top_k = 0 means all tokens of the vocabulary.
+    # In this project, top_k = 0 means all tokens that the drafter can propose.
     keys = {"selector_top_k": head.top_k or drafter.config.vocab_size}
     if drafter.family_config.get("conv_kernel_size"):
         return keys, {}
@@ -94,8 +104,11 @@ def build_selector_keys(drafter: Drafter) -> tuple[Config, Weights]:
 def write_dspark(
     drafter: Drafter, target: Target | None, config: Config, weights: Weights
 ) -> tuple[Config, Weights]:
-    """Return config.json and tensors in DeepSpec's layout, which has no dflash_config. A drafter
-    without a conditional head becomes a DSpark drafter with markov_rank 0."""
+    """Return the content of config.json and the tensors in DeepSpec's format of DSpark drafters,
+    which has no dflash_config.
+
+    A drafter without a conditional head becomes a DSpark drafter with markov_rank 0.
+    """
     family_config = config.pop("dflash_config")
     config["architectures"] = ["Qwen3DSparkModel"]
     config["num_anchors"] = DEEPSPEC_NUM_ANCHORS
@@ -110,10 +123,10 @@ def write_dspark(
 def write_specforge(
     drafter: Drafter, target: Target | None, config: Config, weights: Weights
 ) -> tuple[Config, Weights]:
-    """Return config.json and tensors of a DSpark or Domino drafter in SpecForge's layout, which
-    SGLang serves.
+    """Return the content of config.json and the tensors of a DSpark or Domino drafter in
+    SpecForge's format, which SGLang serves.
 
-    The keys of the conditional head are in dflash_config, and are repeated at the top level of
+    Some keys of the conditional head are in dflash_config and are repeated at the top level of
     config.json, where vLLM reads them.
     """
     family_config = config["dflash_config"]
@@ -137,14 +150,18 @@ def write_specforge(
 
 
 def build_confidence_config(family_config: Config) -> dict[str, bool]:
-    """Return the config.json keys of the confidence head. Programs that read DSpark's layouts
-    require these keys even if there is no confidence head and the values are false."""
+    """Return the config.json entries of the confidence head, which predicts whether a draft is
+    accepted.
+
+    Programs that read DSpark drafters require these keys even without a confidence head; then the
+    values are false.
+    """
     names = ("enable_confidence_head", "confidence_head_with_markov")
     return {name: bool(family_config.get(name)) for name in names}
 
 
 def rename_for_layout(weights: Weights, layout: CheckpointLayout) -> Weights:
-    """Return the tensors with the names that they have in `layout`."""
+    """Rename tensors from this project's names to the names in the checkpoint format `layout`."""
     layout_names = {}
     for layout_prefix, prefix in layout.tensor_prefixes.items():
         for name in weights:
@@ -156,8 +173,11 @@ def rename_for_layout(weights: Weights, layout: CheckpointLayout) -> Weights:
 def write_transformers(
     drafter: Drafter, target: Target | None, public_config: Config, weights: Weights
 ) -> tuple[Config, Weights]:
-    """Return config.json and tensors in the layout of transformers' own drafter class, for
-    `generate(assistant_model=..., speculation_type="dflash")`."""
+    """Return the content of config.json and the tensors in the format of transformers' own drafter
+    class.
+
+    This class is used by `generate(assistant_model=..., speculation_type="dflash")`.
+    """
     config = drafter.config
     assert config.layer_types is not None and config.rope_parameters is not None
     layout_config = {
@@ -166,7 +186,8 @@ def write_transformers(
         "block_size": config.block_size,
         "mask_token_id": drafter.mask_token_id,
         "target_layer_ids": list(drafter.family_config["target_layer_ids"]),
-        "num_target_layers": config.num_target_layers,  # transformers ignores and keeps this key
+        # transformers ignores this key; this project needs it to read the file back
+        "num_target_layers": config.num_target_layers,
         "layer_types": config.layer_types,
         "rope_parameters": dict(config.rope_parameters),
         "dtype": str(drafter.dtype).removeprefix("torch."),
@@ -193,11 +214,11 @@ def write_transformers(
 def build_speculators_config(
     drafter: Drafter, target_name: str, target_architectures: list[str]
 ) -> Config:
-    """Return config.json in speculators' layout. The drafter's conditional head determines
-    `speculators_model_type`.
+    """Return the content of config.json in speculators' format.
 
     `target_name` is the name or path from which engines load the target. `target_architectures` is
-    the target's entry `architectures` in config.json.
+    the list `architectures` in the target's config.json. The drafter's conditional head determines
+    the value of `speculators_model_type`.
     """
     config = drafter.config
     family_config = drafter.family_config
@@ -234,10 +255,11 @@ def build_speculators_config(
         "mask_token_id": drafter.mask_token_id,
         "sample_from_anchor": drafter.first_draft_slot == 0,
         # vLLM applies this flag to all layers: true means that no layer is causal, and false that
-        # all layers are causal. The authors' code applies the flag to layers with a sliding window
-        # only.
+        # all layers are causal. The DFlash authors' code applies the flag only to layers with a
+        # sliding window.
         "sliding_window_non_causal": not any(causal for causal, _ in drafter.attention_patterns),
-        "num_target_layers": config.num_target_layers,  # speculators ignores this key
+        # speculators ignores this key; this project needs it to read the file back
+        "num_target_layers": config.num_target_layers,
         "dtype": str(drafter.dtype).removeprefix("torch."),
     }
     for key, value in family_config.items():
@@ -251,11 +273,14 @@ def build_speculators_config(
 def write_speculators(
     drafter: Drafter, target: Target, public_config: Config, weights: Weights
 ) -> tuple[Config, Weights]:
-    """Return config.json and tensors in speculators' layout. The config.json contains
-    `target.name`, from which engines load the target."""
+    """Return the content of config.json and the tensors in speculators' format.
+
+    The config.json contains `target.name`, from which engines load the target.
+    """
     draft_tokens = drafter.vocabulary.tokens
     if draft_tokens is not None:
-        in_draft_vocabulary = torch.zeros(drafter.config.vocab_size, dtype=torch.bool)  # (V,)
+        # (vocabulary size,)
+        in_draft_vocabulary = torch.zeros(drafter.config.vocab_size, dtype=torch.bool)
         weights["t2d"] = in_draft_vocabulary.index_fill_(0, draft_tokens.cpu(), True)
 
     target_config = target.model.config

@@ -1,9 +1,10 @@
-"""The interface of conditional heads. For a slot and the token before the slot, a conditional head
-computes the input of the language model head, and a correction that is added to the logits.
+"""The interface of conditional heads. A slot is an input position of a drafted block. For a slot
+and the token before the slot, a conditional head computes the input of the language model head, and
+a correction that is added to the logits.
 
 B batch rows, L drafted positions, W slots of a block, G blocks, D hidden size, V tokens of the
-target's vocabulary, R tokens of the draft vocabulary, r rank of the head, S entries of the state of
-a recurrent head; `...` stands for any number of dimensions.
+target's vocabulary, R tokens that the drafter can propose, r rank of the head, S entries of the
+state of a recurrent head; `...` stands for any number of dimensions.
 
 The token before a slot can be any token of the target, because it may come from a prompt or from an
 n-gram. A table that is indexed by this token therefore has V rows, as in DSpark's layout. The table
@@ -11,10 +12,10 @@ n-gram. A table that is indexed by this token therefore has V rows, as in DSpark
 
 Every head computes the logits of slot k as
 `logits = lm_head @ head_input + correction_matrix @ correction`. `head_input` (D,) and `correction`
-(r,) depend on the slot's state h_k and on the token before the slot. In a recurrent head, they
-depend on all tokens before the slot. `correction_matrix` (R, r) is a parameter of the head. A head
-without this parameter adds no correction. Thanks to this common form, one function in
-`train/objective.py` computes the gradients of every head chunk by chunk, and the code in
+(r,) depend on the slot's hidden state h_k and on the token before the slot. In a recurrent head,
+they depend on all tokens of the block before the slot. `correction_matrix` (R, r) is a parameter of
+the head. A head without this parameter adds no correction. Thanks to this common form, one function
+in `train/objective.py` computes the gradients of every head chunk by chunk, and the code in
 `infer/drafters/heads/draft.py` decodes with every head.
 """
 
@@ -27,47 +28,51 @@ from transformers import Qwen3Config
 
 
 class EmbedAndNorm(NamedTuple):
-    """The functions of a drafter that a conditional head may call."""
+    """The two functions of a drafter that a conditional head may call: embedding lookup and final
+    norm."""
 
-    # maps token ids (...) to the input of the target's first layer (..., D)
+    # maps token ids (...) to embeddings (..., hidden size)
     embed: Callable[[torch.Tensor], torch.Tensor]
-    # applies the drafter's final norm to states (..., D) and returns states (..., D)
+    # applies the drafter's final norm to hidden states (..., hidden size)
     norm: Callable[[torch.Tensor], torch.Tensor]
 
 
 class HeadOutput(NamedTuple):
-    """The output of a conditional head for slots, each with a given previous token."""
+    """The output of a conditional head for one or more drafted positions, given the token before
+    each position."""
 
-    head_input: torch.Tensor  # (..., D) input of the language model head
-    # (..., r) becomes logits when it is multiplied by `correction_matrix`; None without corrections
+    head_input: torch.Tensor  # (..., hidden size): input of the language model head
+    # (..., rank): `correction_matrix` maps it to a correction of the logits; None if the head
+    # corrects no logits
     correction: torch.Tensor | None = None
-    # (..., S) state after the previous token, from which a recurrent head continues in the next
-    # slot; None for other heads
+    # (..., state size): state of a recurrent head, the input for the next drafted position; None
+    # for other heads
     recurrent_state: torch.Tensor | None = None
-    # (..., r) embedding of the previous token, for the confidence head; None without an embedding
+    # (..., rank): the head's embedding of the previous token, which the confidence head reads; None
+    # if the head has no embedding
     token_embedding: torch.Tensor | None = None
 
 
 class Head(nn.Module):
-    """A conditional head.
+    """Base class of conditional heads, which make a drafted token's score depend on the drafted
+    tokens before it.
 
-    The constructor takes the drafter's config and `family_config`. `family_config` is the object in
-    config.json that holds the family's keys and the head's keys, which are listed in table.py. A
-    subclass defines `condition`, which computes the head's formula, and `init_weights`.
+    The constructor takes the drafter's config and `family_config`, the object in config.json that
+    holds the keys of the drafter family and of the head (listed in table.py). A subclass defines
+    `condition`, which computes the head's formula, and `init_weights`.
     """
 
-    # whether the output depends on all tokens before the slot, through a recurrent state
+    # whether a recurrent state carries information from all previous tokens of the block
     recurrent = False
-    reads_raw_states = False  # whether the head reads the drafter's states before the final norm
-    top_k = 0  # the head chooses among the top_k likeliest tokens of a slot; 0 means all tokens
-    # the name of the parameter that `correction_matrix` returns; None for a head without
-    # corrections
+    reads_raw_states = False  # whether the head reads hidden states before the final norm
+    top_k = 0  # number of likeliest tokens per position that the head scores; 0 means all tokens
+    # name of the parameter that is the correction matrix; None for a head without corrections
     output_name: str | None = None
 
     @property
     def correction_matrix(self) -> torch.Tensor | None:
-        """The matrix (R, r) that converts corrections to logits; None for a head without
-        corrections."""
+        """The matrix (draft_vocab_size, rank) that maps the head's corrections to logits; None for
+        a head without corrections."""
         if self.output_name is None:
             return None
         return self.get_parameter(self.output_name)
@@ -75,10 +80,11 @@ class Head(nn.Module):
     def initial_state(
         self, bonus_tokens: torch.Tensor, states: torch.Tensor
     ) -> torch.Tensor | None:
-        """Return the recurrent state (B, 1, S) before the first drafted slot; None if the head is
-        not recurrent.
+        """Return the recurrent state (B, 1, state_size) before the first drafted token; None if the
+        head is not recurrent.
 
-        `bonus_tokens` is (B,) int64. `states` (B, W, D) are the states of all slots.
+        `bonus_tokens` (B,) int64 are the tokens before the first drafted token. `states`
+        (B, num_slots, hidden_size) are the hidden states at all input positions of the block.
         """
         return None
 
@@ -90,28 +96,29 @@ class Head(nn.Module):
         slots: torch.Tensor,
         recurrent_state: torch.Tensor | None,
     ) -> HeadOutput:
-        """Return the head's output for slots with `states` (..., D), each after the token in
-        `previous_tokens` (...) int64.
+        """Return the head's output for drafted positions, given the token before each position.
 
-        `slots` (...) int64 are the numbers of the drafted slots, counted from 0. `states` and
-        `slots` are broadcast to the shape of `previous_tokens`. `recurrent_state` (..., S) is the
-        state before the previous token; it is None for heads that are not recurrent.
+        `states` (..., hidden_size) are the hidden states at the drafted positions.
+        `previous_tokens` (...) int64 are the tokens before them. `slots` (...) int64 are the
+        numbers of the drafted positions in the block, counted from 0. `states` and `slots` are
+        broadcast to the shape of `previous_tokens`. `recurrent_state` (..., state_size) is the
+        state of a recurrent head before it reads the previous tokens; None for other heads.
         """
         raise NotImplementedError
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Draw initial weights. With these weights, the drafter's scores are the same as without
-        the head."""
+        """Initialise the weights such that the head does not change the drafter's scores."""
         raise NotImplementedError
 
     def teacher_force(
         self, embed_and_norm: EmbedAndNorm, states: torch.Tensor, previous_tokens: torch.Tensor
     ) -> HeadOutput:
-        """Return the head's outputs (G, L, ...) for the last L slots of G blocks, where the token
-        before each slot is the true token of the training text.
+        """Return the head's outputs for all drafted positions of some blocks, given the true tokens
+        of the training text.
 
-        `states` (G, W, D) are the states of all slots. `previous_tokens` (G, L) int64 are the true
-        tokens before the last L slots.
+        `states` (num_blocks, num_slots, hidden_size) are the hidden states at all input positions
+        of the blocks. `previous_tokens` (num_blocks, L) int64 are the true tokens before the last L
+        positions, which are the drafted ones. The outputs have the shape (num_blocks, L, ...).
         """
         length = previous_tokens.shape[1]
         slots = torch.arange(length, device=previous_tokens.device)
@@ -148,15 +155,15 @@ class Head(nn.Module):
 
 
 def get_draft_vocab_size(config: Qwen3Config) -> int:
-    """Return R, the number of tokens that a drafter can propose."""
+    """Return the number of tokens that a drafter can propose."""
     return vars(config).get("draft_vocab_size") or config.vocab_size
 
 
 class ConfidenceHead(nn.Module):
-    """DSpark's confidence head: predicts the probability that a slot's draft is accepted.
+    """DSpark's confidence head: predicts the probability that a drafted token is accepted.
 
-    The confidence head reads the slot's state. If `input_size` exceeds the hidden size, it also
-    reads the conditional head's embedding of the previous token.
+    It reads the hidden state at the drafted position. If `input_size` is larger than the hidden
+    size, it also reads the conditional head's embedding of the token before that position.
     """
 
     def __init__(self, input_size: int) -> None:
@@ -164,9 +171,10 @@ class ConfidenceHead(nn.Module):
         self.proj = nn.Linear(input_size, 1)
 
     def forward(self, states: torch.Tensor, output: HeadOutput) -> torch.Tensor:
-        """Return the logits (...) of the acceptance probability for slots with `states` (..., D).
+        """Return the logits (...) of the probability that the drafted tokens are accepted.
 
-        `output` is the conditional head's output for the same slots.
+        `states` (..., hidden_size) are the hidden states at the drafted positions. `output` is the
+        conditional head's output for the same positions.
         """
         inputs = [states]
         if self.proj.in_features > states.shape[-1]:

@@ -1,16 +1,14 @@
 """Draft a block with a conditional head: compute the conditional distributions of the drafted
 tokens, from which draft trees and chains are built.
 
-B batch rows, L drafted positions, W slots of a block, M candidates per slot, R tokens of the draft
-vocabulary, D hidden size, G blocks, P prefixes of a draft tree, Q queries, S entries of the state
-of a recurrent head, s slots of a chunk, m previous tokens of a chunk. Scores have one column for
-each of the R draft tokens; `DraftVocabulary` maps columns to token ids. Slots are numbered from 0,
-the first drafted slot.
+Slots are the drafted positions of a block, numbered from 0. A query is a pair of a slot and a token
+before the slot. The candidates of a slot are its likeliest tokens by the scores without the head.
+The log-probability of a candidate is exact: it is normalised over all tokens that the drafter can
+propose, or over the `top_k` tokens among which the head chooses. The probabilities of a slot's
+candidates therefore need not add up to 1. Scores have one column for each token that the drafter
+can propose; `DraftVocabulary` maps columns to token ids.
 
-A query is a pair of a slot and a token before the slot. The candidates of a slot are the M
-likeliest tokens by the scores without the head. The log-probability of a candidate is exact: it is
-normalised over all R tokens, or over the `top_k` tokens among which the head chooses. The
-log-probabilities of a slot's candidates therefore need not add up to probability 1.
+B batch rows, L slots, R tokens that the drafter can propose, D hidden size.
 """
 
 from collections.abc import Callable
@@ -26,29 +24,34 @@ from infer.drafters.state import DrafterState
 from infer.targets.target import Target
 from infer.trees.tree import Proposal
 
-MAX_HEAD_SCORE_TENSOR_ELEMENTS = 1 << 24  # maximum number of elements of a tensor of scores
+# maximum number of elements of one tensor of scores; more queries are scored in chunks
+MAX_HEAD_SCORE_TENSOR_ELEMENTS = 1 << 24
 
-# Takes scores (B, Q, R) and their slots (Q,). Returns the scores after each sequence's temperature
-# and filters were applied and the Gumbel noise was added with which the target samples.
+# Arguments: scores (B, queries, tokens) and the drafted position of each query (queries,). Returns
+# the scores after applying each sequence's temperature and filters, and adding the same Gumbel
+# noise with which the target samples.
 ScoreTransform = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class CandidateLogProbs(NamedTuple):
-    """The log-probabilities of each slot's candidates after every candidate of the previous
-    slot."""
+    """The log-probabilities of each drafted position's candidates (likeliest tokens), for every
+    candidate of the previous position as previous token."""
 
-    first_slot: torch.Tensor  # (B, M) candidates of slot 0, after the bonus token
-    # (B, L - 1, M, M) candidates of slots 1 .. L - 1, indexed
-    # [batch row, slot - 1, candidate of the previous slot, candidate]
+    # (B, candidates): at the first drafted position, after the bonus token
+    first_slot: torch.Tensor
+    # (B, drafted positions - 1, candidates of the previous position, candidates): at the other
+    # drafted positions
     later_slots: torch.Tensor
 
 
 class ConditionalDraft:
-    """The conditional distributions of one drafted block per batch row.
+    """The distributions of the tokens of one drafted block per batch row, conditioned on the
+    drafted tokens before them.
 
     `drafter` must have a conditional head. `bonus` (B,) int64 are the bonus tokens. `block` is the
-    result of `Drafter.draft_block`. `transform` changes scores before they are normalised, see
-    `ScoreTransform`. `candidates` is M, the number of candidates per slot.
+    result of `Drafter.draft_block`. `transform`, if given, changes scores before they are
+    normalised, see `ScoreTransform`. `candidates` is the number of likeliest tokens kept at each
+    drafted position.
     """
 
     def __init__(
@@ -69,13 +72,15 @@ class ConditionalDraft:
         self.head = get_conditional_head(drafter)
         self.embed_and_norm = get_embed_and_norm(drafter, target)
         self.recurrent = self.head.recurrent
-        self.all_states = block.states  # (B, W, D)
-        self.states = self.all_states[:, -marginals.shape[1] :]  # (B, L, D)
+        self.all_states = block.states  # (B, input positions of the block, hidden size)
+        # (B, drafted positions, hidden size)
+        self.states = self.all_states[:, -marginals.shape[1] :]
         self.vocabulary = drafter.vocabulary
 
-        # (B, L, top_k) the columns among which the head chooses, likeliest first; None means all
+        # (B, drafted positions, top_k): the columns of the scores (tokens) among which the head
+        # chooses, likeliest first; None means all columns
         self.choice_columns: torch.Tensor | None = None
-        self.base_scores = marginals  # (B, L, R) scores without the head
+        self.base_scores = marginals  # (B, drafted positions, tokens): scores without the head
         if self.head.top_k:
             self.choice_columns = marginals.topk(self.head.top_k, dim=-1).indices
             self.base_scores = torch.full_like(marginals, -torch.inf).scatter(
@@ -85,16 +90,17 @@ class ConditionalDraft:
         self.length, vocabulary_size = self.base_scores.shape[1:]
         max_scores = MAX_HEAD_SCORE_TENSOR_ELEMENTS
         if transform is not None:
-            max_scores //= 2  # because a transform copies the scores
-        # the number of queries whose scores fit in memory at the same time
+            max_scores //= 2  # a transform copies the scores, which doubles their memory
+        # number of queries per batch row that are scored at the same time
         self.max_queries = max(1, max_scores // (len(bonus) * vocabulary_size))
-        self.num_candidates = min(candidates, self.head.top_k or candidates, vocabulary_size)  # M
-        self.columns = self._choose_candidates()  # (B, L, M)
+        # number of candidate tokens per drafted position
+        self.num_candidates = min(candidates, self.head.top_k or candidates, vocabulary_size)
+        self.columns = self._choose_candidates()  # (B, drafted positions, candidates)
         self.tokens = self.vocabulary.columns_to_ids(self.columns)
 
     def _choose_candidates(self) -> torch.Tensor:
-        """Return the columns (B, L, M) of the candidates: the likeliest tokens of each slot by the
-        scores without the head."""
+        """Return the candidates of each drafted position, (B, drafted positions, num_candidates):
+        the likeliest tokens by the scores without the head, as column indices of the scores."""
         if self.transform is None:
             return self.base_scores.topk(self.num_candidates, dim=-1).indices
 
@@ -112,11 +118,15 @@ class ConditionalDraft:
         previous_tokens: torch.Tensor,
         recurrent_state: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the unnormalised scores (B, Q, R) of queries, and the recurrent state (B, Q, S)
-        after the previous tokens.
+        """Score all tokens for Q queries per batch row. A query is a drafted position with a token
+        before it.
 
-        `slots` (Q,) and `previous_tokens` (B, Q) are the queries. `recurrent_state` (B, Q, S) is
-        the state before the previous tokens. Both states are None if the head is not recurrent.
+        `slots` (Q,) are the numbers of the drafted positions. `previous_tokens` (B, Q) are the
+        tokens before them. `recurrent_state` (B, Q, state_size) is the state of a recurrent head
+        before it reads these tokens; None for other heads.
+
+        Returns the unnormalised scores (B, Q, draft_vocab_size) and the recurrent state after these
+        tokens (None if the head is not recurrent).
         """
         output = self.head.condition(
             self.embed_and_norm, self.states[:, slots], previous_tokens, slots, recurrent_state
@@ -127,10 +137,11 @@ class ConditionalDraft:
         return scores, output.recurrent_state
 
     def apply_head_output(self, base_scores: torch.Tensor, output: HeadOutput) -> torch.Tensor:
-        """Return the scores (..., R) with the head.
+        """Add the head's output to scores without the head. Return the scores
+        (..., draft_vocab_size) with the head.
 
-        `base_scores` are the scores without the head; they are broadcast to the shape of the
-        result. `output` is the head's output.
+        `base_scores` are the scores without the head, broadcast to the result's shape. They are
+        ignored if the head corrects no logits but changes the input of the language model head.
         """
         if output.correction is None:
             return self.drafter.compute_logits(self.target, output.head_input)
@@ -144,9 +155,12 @@ class ConditionalDraft:
         previous_tokens: torch.Tensor,
         recurrent_state: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the log-probabilities (B, Q, M) of the candidates of each query's slot, and the
-        recurrent state after the previous tokens. The arguments are described in
-        `score_queries`."""
+        """Return the log-probabilities (B, Q, num_candidates) of the candidates of Q queries, and
+        the recurrent state after the previous tokens (None if the head is not recurrent).
+
+        A query is a drafted position with a token before it. The arguments are explained in
+        `score_queries`.
+        """
         log_probs = []
         next_states = []
         for start in range(0, len(slots), self.max_queries):
@@ -167,20 +181,25 @@ class ConditionalDraft:
 
     @cached_property
     def table(self) -> CandidateLogProbs:
-        """The log-probabilities of each slot's candidates after every candidate of the previous
-        slot. Only for a head that is not recurrent."""
-        first_slot = self._score_slots(slice(0, 1), self.bonus[:, None, None])  # (B, 1, 1, M)
+        """The log-probabilities of each drafted position's candidates (likeliest tokens), for every
+        candidate of the previous position as previous token.
+
+        Not available for recurrent heads.
+        """
+        # (B, 1, 1, candidates)
+        first_slot = self._score_slots(slice(0, 1), self.bonus[:, None, None])
         max_queries = self.max_queries
         if self.choice_columns is not None and self.transform is None:
-            # Everything fits at once: there are scores for `top_k` tokens per query, not for all R.
+            # Everything fits at once, because only `top_k` tokens per query are scored.
             max_queries = self.length * self.num_candidates
 
         later_slots = []
-        # Each iteration scores as many slots as fit in memory. If even one slot after all
-        # candidates does not fit, the candidates are split into chunks.
+        # Each iteration scores as many drafted positions as fit in memory. If even one position
+        # does not fit, the candidates of the position before it are split into chunks.
         for start in range(1, self.length, max_queries):
             slots = slice(start, min(start + max_queries, self.length))
-            previous_tokens = self.tokens[:, start - 1 : slots.stop - 1]  # (B, s, M)
+            # (B, positions of this iteration, candidates)
+            previous_tokens = self.tokens[:, start - 1 : slots.stop - 1]
             chunk_size = max(1, max_queries // previous_tokens.shape[1])
             chunks = previous_tokens.split(chunk_size, dim=2)
             later_slots.append(torch.cat([self._score_slots(slots, chunk) for chunk in chunks], 2))
@@ -190,37 +209,42 @@ class ConditionalDraft:
         return CandidateLogProbs(first_slot[:, 0, 0], torch.cat(later_slots, 1))
 
     def _score_slots(self, slots: slice, previous_tokens: torch.Tensor) -> torch.Tensor:
-        """Return the log-probabilities (B, s, m, M) of the candidates of s slots.
+        """Return the log-probabilities of the candidates of several drafted positions, for several
+        alternative tokens before each position.
 
-        `slots` are the s slots. Each is scored after m alternative tokens, given in
-        `previous_tokens` (B, s, m).
+        `slots` is the range of the positions. `previous_tokens` (B, positions, alternatives) are
+        the tokens before them. The result has the shape
+        (B, positions, alternatives, num_candidates).
         """
         device = previous_tokens.device
-        slot_numbers = torch.arange(self.length, device=device)[slots, None]  # (s, 1)
+        slot_numbers = torch.arange(self.length, device=device)[slots, None]  # (positions, 1)
         output = self.head.condition(
             self.embed_and_norm, self.states[:, slots, None], previous_tokens, slot_numbers, None
         )
         if self.choice_columns is not None and self.transform is None:
-            # The candidates are the first of `choice_columns`, so it suffices to score the `top_k`
-            # tokens of `choice_columns`.
-            choices = self.choice_columns[:, slots]  # (B, s, top_k)
+            # The head chooses only among the `top_k` tokens of `choice_columns`, so no other tokens
+            # need scores. The first of these tokens are the candidates.
+            choices = self.choice_columns[:, slots]  # (B, positions, top_k)
             matrix = self.head.correction_matrix
             assert matrix is not None and output.correction is not None
             correction = output.correction.to(matrix.dtype) @ matrix[choices].transpose(2, 3)
             scores = self.base_scores[:, slots].gather(2, choices)[:, :, None] + correction
             return scores.float().log_softmax(-1)[..., : self.num_candidates]
 
-        scores = self.apply_head_output(self.base_scores[:, slots, None], output)  # (B, s, m, R)
+        # (B, positions, previous tokens, tokens)
+        scores = self.apply_head_output(self.base_scores[:, slots, None], output)
         num_previous = previous_tokens.shape[2]
         if self.transform is not None:
-            slots_of_queries = slot_numbers.expand(-1, num_previous).flatten()  # (s * m,)
+            # (positions * previous tokens,)
+            slots_of_queries = slot_numbers.expand(-1, num_previous).flatten()
             scores = self.transform(scores.flatten(1, 2), slots_of_queries).view_as(scores)
         columns = self.columns[:, slots, None].expand(-1, -1, num_previous, -1)
         return scores.log_softmax(-1).gather(3, columns)
 
     def begin(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the log-probabilities (B, 1, M) of the candidates of slot 0, and the recurrent
-        state (B, 1, S) after the bonus token, None if the head is not recurrent."""
+        """Return the log-probabilities (B, 1, num_candidates) of the first drafted position's
+        candidates, and the recurrent state (B, 1, state_size) after the bonus token (None if the
+        head is not recurrent)."""
         if not self.recurrent:
             return self.table.first_slot[:, None], None
         slots = torch.zeros(1, dtype=torch.long, device=self.bonus.device)
@@ -230,12 +254,13 @@ class ConditionalDraft:
     def extend(
         self, slot: int, which: torch.Tensor, memory: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the log-probabilities (B, P, M) of the candidates of `slot` after each of P
-        prefixes, and the recurrent state (B, P, S) after the prefixes.
+        """Return the log-probabilities (B, P, num_candidates) of the candidates of the drafted
+        position `slot` after each of P prefixes (paths of a draft tree), and the recurrent state
+        after the prefixes.
 
-        `which` (B, P) int64 gives the last token of each prefix, as an index into the candidates of
-        the previous slot. `memory` (B, P, S) is the recurrent state before these tokens. Both
-        states are None if the head is not recurrent.
+        `which` (B, P) int64 is the last token of each prefix, as an index into the candidates of
+        the previous position. `memory` (B, P, state_size) is the recurrent state before these
+        tokens. Both states are None if the head is not recurrent.
         """
         if not self.recurrent:
             indices = which[..., None].expand(-1, -1, self.tokens.shape[-1])
@@ -244,11 +269,11 @@ class ConditionalDraft:
         return self.score_candidates(torch.full_like(which[0], slot), previous_tokens, memory)
 
     def chain(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draft a greedy chain of `length` tokens: in each slot, take the likeliest token after the
-        chain so far.
+        """Draft a greedy chain of `length` tokens: at each position, the likeliest token after the
+        tokens drafted so far.
 
-        Returns the tokens (B, length), chosen from the whole draft vocabulary, and the
-        log-probability (B, length) of each token given the chain before it.
+        Returns the tokens (B, length), chosen among all tokens that the drafter can propose, and
+        their log-probabilities (B, length) given the tokens before them.
         """
         chooses_candidates = self.tokens.shape[2] == self.head.top_k
         if self.choice_columns is not None and not self.recurrent and chooses_candidates:
@@ -264,19 +289,23 @@ class ConditionalDraft:
             scores, recurrent_state = self.score_queries(slots, previous_tokens, recurrent_state)
             best_score, column = scores.max(-1)  # (B, 1)
             previous_tokens = self.vocabulary.columns_to_ids(column)
-            all_scores.append(scores)  # (B, 1, R)
+            all_scores.append(scores)  # (B, 1, tokens)
             tokens.append(previous_tokens)
             best_scores.append(best_score)
 
-        # Normalising all slots together takes fewer kernel launches than normalising each slot.
+        # Normalising all positions together takes fewer kernel launches than one position at a
+        # time.
         normalizers = torch.cat(all_scores, 1).logsumexp(-1)
         log_probs = (torch.cat(best_scores, 1) - normalizers).clamp(max=0)
         return torch.cat(tokens, 1), log_probs
 
     def _chain_from_table(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what `chain` describes, computed from `table`. This is possible if the candidates
-        are all tokens among which the head chooses."""
-        log_probs = self.table.first_slot  # (B, M)
+        """Return the tokens and log-probabilities that `chain` returns, read from `table` (the
+        log-probabilities of candidates).
+
+        This requires that each position's candidates are all tokens among which the head chooses.
+        """
+        log_probs = self.table.first_slot  # (B, candidates)
         best_log_probs = []
         best_indices = []
         for slot in range(length):
@@ -294,8 +323,12 @@ class ConditionalDraft:
 def draft_proposal(
     drafter: Drafter, target: Target, bonus: torch.Tensor, state: DrafterState, budget: int
 ) -> Proposal:
-    """Draft a block for every batch row after the bonus tokens (B,). Return a proposal for draft
-    trees of at most `budget` drafted nodes under greedy decoding."""
+    """Draft a block for every batch row. Return a proposal, from which draft trees for greedy
+    decoding are built.
+
+    `bonus` (B,) are the bonus tokens, after which the blocks are drafted. `state` is the drafter's
+    decoding state. `budget` is the maximum number of drafted nodes of a tree.
+    """
     block = drafter.draft_block(target, bonus, state)
     steps = None
     if drafter.head_spec is not None:
@@ -313,18 +346,20 @@ def get_conditional_head(drafter: Drafter) -> Head:
 
 
 def get_embed_and_norm(drafter: Drafter, target: Target) -> EmbedAndNorm:
-    """Return the functions of `drafter` that its conditional head may call."""
+    """Return the functions of `drafter` that its conditional head may call: embedding lookup and
+    final norm."""
     return EmbedAndNorm(lambda ids: drafter.embed(target, ids), drafter.apply_final_norm)
 
 
 def teacher_force_head(
     drafter: Drafter, target: Target, states: torch.Tensor, previous_tokens: torch.Tensor
 ) -> HeadOutput:
-    """Return the conditional head's outputs (G, L, ...) for the last L slots of G blocks, where the
-    token before each slot is the true token of the training text.
+    """Return the outputs of the drafter's conditional head for all drafted positions of some
+    blocks, given the true tokens of the training text.
 
-    `states` (G, W, D) are the states of all slots. `previous_tokens` (G, L) int64 are the true
-    tokens before the last L slots.
+    `states` (num_blocks, num_slots, hidden_size) are the hidden states at all input positions of
+    the blocks. `previous_tokens` (num_blocks, L) int64 are the true tokens before the last L
+    positions, which are the drafted ones. The outputs have the shape (num_blocks, L, ...).
     """
     head = get_conditional_head(drafter)
     return head.teacher_force(get_embed_and_norm(drafter, target), states, previous_tokens)
@@ -333,8 +368,11 @@ def teacher_force_head(
 def teacher_forced_log_probs(
     drafter: Drafter, target: Target, block: DraftedBlock, previous_tokens: torch.Tensor
 ) -> torch.Tensor:
-    """Return the log-probabilities (B, L, R) of all draft tokens in each slot of a drafted block,
-    where the token before each slot is the true one, given in `previous_tokens` (B, L) int64."""
+    """Return the log-probabilities (B, L, draft_vocab_size) of all draft tokens at the L drafted
+    positions of a block, given the true tokens before each position.
+
+    `previous_tokens` (B, L) int64 are these true tokens.
+    """
     assert block.states is not None
     draft = ConditionalDraft(drafter, target, previous_tokens[:, 0], block, candidates=1)
     output = teacher_force_head(drafter, target, block.states, previous_tokens)

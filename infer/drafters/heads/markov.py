@@ -1,8 +1,8 @@
 """DSpark's Markov heads: conditional heads that add a low-rank table of token pairs to the logits.
 
-U_k are the logits of slot k without the head, h_k is the state of slot k, and x is the token before
-slot k. W1, W2, Wg and Wz are matrices; W1[x] is the row of token x, with r entries (the rank). The
-three kinds of head compute these logits:
+For the drafted position k, U_k are the logits without the head, h_k is the hidden state, and x is
+the token before the position. W1, W2, Wg and Wz are matrices; W1[x] is the row of token x, whose
+length is the head's rank. The three kinds of head compute these logits:
 
 - `vanilla`: U_k + W2 W1[x];
 - `gated`: U_k + W2 (sigmoid(Wg [h_k; W1[x]]) * W1[x]);
@@ -18,8 +18,11 @@ from infer.drafters.heads.base import EmbedAndNorm, Head, HeadOutput, get_draft_
 
 
 class MarkovHead(Head):
-    """DSpark's Markov head. The names of tensors and config keys are DSpark's. `markov_w1` (W1) has
-    a row for each token of the target, and `markov_w2` (W2) for each draft token."""
+    """DSpark's Markov head. The names of tensors and config keys are DSpark's.
+
+    `markov_w1` has a row for each token of the target, and `markov_w2` for each token that the
+    drafter can propose.
+    """
 
     output_name = "markov_w2.weight"
 
@@ -52,7 +55,7 @@ class MarkovHead(Head):
         slots: torch.Tensor,
         recurrent_state: torch.Tensor | None,
     ) -> HeadOutput:
-        embedded = self.markov_w1(previous_tokens)  # (..., r)
+        embedded = self.markov_w1(previous_tokens)  # (..., rank)
         if self.kind == "vanilla":
             return HeadOutput(states, embedded, None, embedded)
 
@@ -70,7 +73,7 @@ class MarkovHead(Head):
         return HeadOutput(states, output.tanh(), next_state, embedded)
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Draw initial weights with which all corrections are 0."""
+        """Initialise the weights such that all corrections of the logits are 0."""
         nn.init.normal_(self.markov_w1.weight, std=1.0, generator=generator)
         nn.init.zeros_(self.markov_w2.weight)
         for name in ("gate_proj", "joint_proj"):

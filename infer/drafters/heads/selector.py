@@ -1,10 +1,10 @@
-"""DFlash 2's candidate selector: a conditional head that rescores the likeliest tokens of a slot,
-given the token before the slot.
+"""DFlash 2's candidate selector: a conditional head that rescores the likeliest tokens of a drafted
+position, given the token before the position.
 
-For slot k, the head keeps the `top_k` likeliest tokens. The logit of such a token v is
-U_k(v) + <A[x] * (P h_k), B[v]>. The softmax is over these tokens alone. U_k are the logits without
-the head, h_k is the state of slot k, x is the token before slot k, and <., .> is the dot product.
-The matrices A and B have `rank` columns, and P has `rank` rows.
+For the drafted position k, the head keeps the `top_k` likeliest tokens. The logit of such a token v
+is U_k(v) + <A[x] * (P h_k), B[v]>. The softmax is over these tokens alone. U_k are the logits
+without the head, h_k is the hidden state at position k, x is the token before position k, and
+<., .> is the dot product. The matrices A and B have `rank` columns, and P has `rank` rows.
 """
 
 import torch
@@ -15,8 +15,7 @@ from infer.drafters.heads.base import EmbedAndNorm, Head, HeadOutput, get_draft_
 
 
 class SelectorHead(Head):
-    """DFlash 2's candidate selector. The names of tensors and config keys are those of DFlash
-    2."""
+    """DFlash 2's candidate selector. The names of tensors and config keys are those of DFlash 2."""
 
     output_name = "successor_codebook"
 
@@ -25,9 +24,12 @@ class SelectorHead(Head):
         rank = family_config["selector_rank"]
         draft_vocab_size = get_draft_vocab_size(config)
         self.top_k = min(family_config.get("selector_top_k", 0), draft_vocab_size)
-        self.predecessor_codebook = nn.Parameter(torch.empty(config.vocab_size, rank))  # A
-        self.successor_codebook = nn.Parameter(torch.empty(draft_vocab_size, rank))  # B
-        self.hidden_projection = nn.Linear(config.hidden_size, rank, bias=False)  # P
+        # matrix A of the module docstring's formula
+        self.predecessor_codebook = nn.Parameter(torch.empty(config.vocab_size, rank))
+        # matrix B of the module docstring's formula
+        self.successor_codebook = nn.Parameter(torch.empty(draft_vocab_size, rank))
+        # matrix P of the module docstring's formula
+        self.hidden_projection = nn.Linear(config.hidden_size, rank, bias=False)
 
     def condition(
         self,
@@ -41,7 +43,7 @@ class SelectorHead(Head):
         return HeadOutput(states, self.predecessor_codebook[previous_tokens] * projected)
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Draw initial weights with which all corrections are 0."""
+        """Initialise the weights such that all corrections of the logits are 0."""
         nn.init.normal_(self.predecessor_codebook, std=1.0, generator=generator)
         nn.init.zeros_(self.successor_codebook)
         nn.init.normal_(self.hidden_projection.weight, std=0.02, generator=generator)

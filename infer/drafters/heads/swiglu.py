@@ -1,10 +1,10 @@
-"""TreeFlash's conditional head: a SwiGLU layer that adds the token before a slot to the slot's
-state.
+"""TreeFlash's conditional head: a SwiGLU layer that adds information about the previous token to
+the hidden state at a drafted position.
 
-The new state is h' = h_k + Wd (silu(g) * u) with [u; g] = Wug [RMSNorm(E[x]); norm(h_k)]. The
-language model head reads norm(h'). `norm` is the drafter's final norm, h_k is the state of slot k
-before the final norm, x is the token before slot k, E is the target's embedding, and Wd and Wug are
-the weights of the layer.
+The new hidden state is h' = h_k + Wd (silu(g) * u) with [u; g] = Wug [RMSNorm(E[x]); norm(h_k)].
+The language model head reads norm(h'). `norm` is the drafter's final norm, h_k is the hidden state
+at position k before the final norm, x is the token before position k, E is the target's embedding,
+and Wd and Wug are the weights of the layer.
 """
 
 import torch
@@ -16,7 +16,8 @@ from infer.drafters.heads.base import EmbedAndNorm, Head, HeadOutput
 
 
 class SwiGLUHead(Head):
-    """TreeFlash's head. The tensors have the same names as in TreeFlash's checkpoints."""
+    """TreeFlash's conditional head. The tensors have the same names as in TreeFlash's
+    checkpoints."""
 
     reads_raw_states = True
 
@@ -24,7 +25,7 @@ class SwiGLUHead(Head):
         super().__init__()
         hidden_size = config.hidden_size
         intermediate_size = family_config.get("ar_hidden_size") or config.intermediate_size
-        self.norm = nn.RMSNorm(hidden_size, eps=1e-6)  # the epsilon in the TreeFlash authors' code
+        self.norm = nn.RMSNorm(hidden_size, eps=1e-6)  # epsilon of the TreeFlash authors' code
         self.ug = nn.Linear(2 * hidden_size, 2 * intermediate_size)
         self.d = nn.Linear(intermediate_size, hidden_size, bias=False)
 
@@ -36,7 +37,7 @@ class SwiGLUHead(Head):
         slots: torch.Tensor,
         recurrent_state: torch.Tensor | None,
     ) -> HeadOutput:
-        # The states may be bfloat16 while the head's weights are float32, as in training.
+        # In training, the hidden states can be bfloat16 while the head's weights are float32.
         states = states.to(self.ug.weight.dtype)
         embedded = self.norm(embed_and_norm.embed(previous_tokens).to(states.dtype))
         normalized = embed_and_norm.norm(states).expand_as(embedded)
@@ -44,7 +45,7 @@ class SwiGLUHead(Head):
         return HeadOutput(embed_and_norm.norm(states + self.d(F.silu(gate) * up)))
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Draw initial weights with which the head leaves the state of a slot unchanged."""
+        """Initialise the weights such that the head leaves hidden states unchanged."""
         nn.init.ones_(self.norm.weight)
         nn.init.normal_(self.ug.weight, std=0.02, generator=generator)
         nn.init.zeros_(self.ug.bias)

@@ -1,10 +1,11 @@
-"""The table of conditional heads.
+"""The table of conditional heads, which make a drafted token's score depend on the drafted tokens
+before it.
 
 This module does not import torch, because options are checked against the table before any model is
 loaded.
 
-To add a head, write a subclass of `infer.drafters.heads.base.Head` in a file of this folder, add
-an entry to `_HEAD_SPECS`, and add a file to conf/head.
+To add a head, write a subclass of `infer.drafters.heads.base.Head` in a file of this folder, add an
+entry to `_HEAD_SPECS`, and add a file to conf/head.
 """
 
 from collections.abc import Mapping
@@ -17,48 +18,50 @@ MARKOV_HEAD_KINDS = ("vanilla", "gated", "rnn")  # the values of `drafter.head.k
 
 
 class HeadConfigKey(NamedTuple):
-    """A key of config.json that describes a conditional head. The key is in the object that holds
-    the family's keys.
+    """A config.json key that describes a conditional head, with its default and allowed values.
 
-    An allowed value is an integer of at least `minimum` or, if `choices` is not empty, one of
-    `choices`.
+    The key is in the object that holds the drafter family's keys, for example `dflash_config`. If
+    `choices` is not empty, it holds the allowed values; otherwise integers from `minimum` are
+    allowed.
     """
 
     name: str
-    option: str | None = None  # the field of `infer.config.HeadConfig` with the same meaning
-    # The value that is assumed if config.json lacks the key.
+    # field of `infer.config.HeadConfig` that sets this key; None if no option sets it
+    option: str | None = None
+    # value that is assumed if config.json lacks the key
     default: Any = None
-    new_drafter_value: Any = None  # the value for a new drafter if the option is not set
+    # value in the config.json of a new drafter if no option sets the key
+    new_drafter_value: Any = None
     minimum: int = 1
     choices: tuple = ()
-    optional: bool = False  # if true and config.json lacks the key, no default is filled in
+    optional: bool = False  # if true, `default` is not filled in when config.json lacks the key
 
 
 @dataclass(frozen=True)
 class HeadSpec:
-    """The properties of a conditional head that are needed without importing its class: to check
+    """The properties of a conditional head that are needed before its class is imported: to check
     options and to read config.json."""
 
     name: str  # the value of the option `drafter.head.name`
     title: str  # the head's name in messages
-    class_path: str  # "module:class"; imported when a drafter has this head
-    attribute: str  # name of the drafter's submodule, the prefix of the names of the head's tensors
-    # A drafter has this head if config.json contains this key with a value that is not 0 or false.
+    class_path: str  # "module:class" of the head, which is imported when it is first needed
+    attribute: str  # name of the head as a submodule of the drafter
+    # A drafter has this head if config.json contains this key with a value other than 0 or false.
     config_key: str
-    config_keys: tuple[HeadConfigKey, ...]  # all keys of the head in config.json
-    # whether the head adds a correction to the logits that the drafter computes without a head
+    config_keys: tuple[HeadConfigKey, ...]  # all config.json keys that describe the head
+    # whether the head adds a correction to the logits; false if it changes their input instead
     adds_to_logits: bool = True
-    # Names of tensors with one row per token. AdamW trains these tensors even if Muon trains the
-    # other matrices.
+    # Names of tensors with one row per token. AdamW trains these tensors even if the optimizer Muon
+    # is used for the other matrices.
     token_tables: tuple[str, ...] = ()
 
     @property
     def options(self) -> set[str]:
-        """The fields of `infer.config.HeadConfig` that the head reads, except `name`."""
+        """Names of the fields of `infer.config.HeadConfig` that the head reads, except `name`."""
         return {key.option for key in self.config_keys if key.option}
 
     def load(self) -> Any:
-        """Import and return the class, a subclass of `infer.drafters.heads.base.Head`."""
+        """Import and return the head's class, a subclass of `infer.drafters.heads.base.Head`."""
         return resolve_name(self.class_path)
 
 
@@ -135,8 +138,8 @@ _HEAD_SPECS = (
         config_keys=(
             HeadConfigKey("xpress_rank", "rank", 256, minimum=0),
             HeadConfigKey("xpress_mlp_ratio", default=2, new_drafter_value=2),
-            # The number of refinement passes in serving engines. Decoding here needs no such
-            # passes: it computes the chain to which the passes converge.
+            # Number of refinement passes in serving engines. Decoding in this project computes
+            # directly what these passes converge to.
             HeadConfigKey("num_jacobi_passes", default=6, new_drafter_value=6, minimum=0),
         ),
         token_tables=("token_embed.weight", "readout.weight"),
@@ -147,10 +150,11 @@ HEAD_TOKEN_TABLE_WEIGHT_NAMES = tuple(name for spec in _HEAD_SPECS for name in s
 
 
 def find_head_spec(family_config: Mapping[str, Any]) -> HeadSpec | None:
-    """Return the conditional head that `family_config` describes; None if it describes none.
+    """Return the properties of the conditional head that a config.json describes; None if it
+    describes none.
 
-    `family_config` is the object in config.json that holds the family's keys. A head is recognised
-    by the key `HeadSpec.config_key`.
+    `family_config` is the object in config.json that holds the drafter family's keys. A head is
+    recognised by the key `HeadSpec.config_key`.
     """
     for spec in _HEAD_SPECS:
         if family_config.get(spec.config_key):
@@ -159,7 +163,8 @@ def find_head_spec(family_config: Mapping[str, Any]) -> HeadSpec | None:
 
 
 def build_head_config(options: Any) -> dict[str, Any]:
-    """Return the config.json keys and values of a new drafter's conditional head; {} for no head.
+    """Return the config.json entries that describe the conditional head of a new drafter; {} for no
+    head.
 
     `options` is an `infer.config.HeadConfig`. The type is not in the signature because
     infer/config.py imports this module.
@@ -181,14 +186,18 @@ def build_head_config(options: Any) -> dict[str, Any]:
 
 
 def read_head_options(family_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the config.json keys of a conditional head back to fields of
-    `infer.config.HeadConfig`. Return {} if `family_config` describes no head."""
+    """Return the options of the conditional head of an existing drafter, as a dict of fields of
+    `infer.config.HeadConfig`; {} if there is no head.
+
+    `family_config` is the object in config.json that holds the drafter family's keys.
+    """
     spec = find_head_spec(family_config)
     if spec is None:
         return {}
 
     options: dict[str, Any] = {"name": spec.name}
-    # If two keys have the same option, the key that comes first in `config_keys` decides its value.
+    # If two keys belong to the same option, the first one in `config_keys` decides the option's
+    # value.
     for key in reversed(spec.config_keys):
         if key.option is not None:
             options[key.option] = family_config.get(key.name, key.default)
@@ -196,10 +205,10 @@ def read_head_options(family_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_head_config(config_keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys and values of the conditional head that a config.json describes, with
-    defaults for missing keys; {} for no head.
+    """Return the config.json entries that describe the conditional head, with defaults for missing
+    keys; {} for no head.
 
-    `config_keys` is an `infer.drafters.config_keys.CheckedKeys`.
+    `config_keys` are all valid entries of config.json, an `infer.drafters.config_keys.CheckedKeys`.
     """
     spec = find_head_spec(config_keys)
     if spec is None:
@@ -212,8 +221,8 @@ def read_head_config(config_keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_head_options(options: Any) -> None:
-    """Raise ValueError if the head does not exist, or if an option was changed from its default
-    although the head does not read the option.
+    """Raise ValueError if the conditional head does not exist, or if an option was changed from its
+    default although the head ignores this option.
 
     `options` is an `infer.config.HeadConfig`.
     """

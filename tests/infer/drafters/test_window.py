@@ -167,6 +167,6 @@ def test_a_window_can_be_set_after_training(make_tiny):
     assert (marginals - without_window).abs().max() > 1e-5
     assert state.cache.evicted_counts > 0
     with pytest.raises(
-        ValueError, match="window=3: the window must be at least as long as a block, 4"
+        ValueError, match="window=3: the window must be at least as long as a block; use 4 or more"
     ):
         limit_attention_window(drafter, 3)
