@@ -47,15 +47,13 @@ def search_tree(
 ) -> None:  # fmt: skip
     """Find the most probable prefixes of one batch row (DDTree section 4.3, algorithm 1).
 
-    log_q: log-probabilities of the candidates: the table of `stack_log_prob_tables` for this batch
-        row. If rows_per_position is 1, each row of the table must be in descending order.
+    log_q: table of the candidates' log-probabilities, from `stack_log_prob_tables`
     tokens: (length, candidates per position), token ids of the candidates
-    length: number of drafted positions
-    rows_per_position: number of table rows for each position after the first; 0 with a rescorer
-    rescorer: None, or an n-gram model that computes the children of a node when the node is added
-        to the tree. Then log_q and tokens are scratch memory, with a row for each node.
-    nodes: (3, number of nodes), output: tokens, parents and depths
-    scores: (number of nodes,), output: log-probabilities of the prefixes, in descending order
+    rows_per_position: number of table rows for each position after the first. If it is 1, each row
+        must be in descending order. It is 0 with a rescorer.
+    rescorer: None, or an n-gram model that computes the children of each node. Then log_q and
+        tokens are scratch memory, with a row for each node.
+    nodes, scores: outputs; tokens, parents and depths (3, nodes), and log-probabilities (nodes,)
     """
     budget = len(scores)
     # For each node, its best child that is not in the tree yet: the child's score, and its index
@@ -68,13 +66,10 @@ def search_tree(
     node_score = np.zeros(budget + 1, scores.dtype)
     node_depth = np.zeros(budget + 1, np.int64)
     parent = node_depth[0]
-    # For each node, its index among the children of its parent.
-    node_child = np.zeros(budget + 1, np.int64)
-    # The arguments of the calls below are variables, not literals, because numba would compile the
-    # called function once more for a literal.
+    node_child = np.zeros(budget + 1, np.int64)  # each node's index among its parent's children
+    # The calls below pass no literals, because numba compiles a function again for a literal.
     sorted_rows = rows_per_position == 1
 
-    # Each iteration finds the best child of the newest node, and then adds a node to the tree.
     for node in range(budget):
         depth = node_depth[node]
         if depth < length:

@@ -4,11 +4,9 @@ The search finds the most probable prefixes. It is the reference of the operatio
 `best_first_search`. It is also the only search that supports recurrent conditional heads, because
 it keeps the recurrent state of each prefix.
 
-Prefixes with equal scores are ordered by these criteria, the first one that differs: the smaller
-depth, the earlier parent, the higher conditional log-probability of the last token, the lower index
-of the last token among the candidates.
-
-Dimensions: B batch rows, L drafted positions, M candidates per position.
+Of prefixes with equal scores, the one with the smaller depth comes first, then the one whose parent
+comes first, then the one whose last token has the higher log-probability after its parent, and then
+the one whose last token has the lower index among the candidates.
 """
 
 from typing import NamedTuple, Protocol, cast
@@ -65,7 +63,7 @@ class RecurrentCandidates(CandidateTables, Protocol):
     def extend(
         self, slot: int, last_candidates: torch.Tensor, recurrent_state: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the log-probabilities of a position after each prefix, and the new state.
+        """Return the log-probabilities of a position after each prefix, and the head's new state.
 
         slot: index of the drafted position
         last_candidates: (B, prefixes), index of the candidate with which each prefix ends
@@ -157,14 +155,14 @@ def compute_slot_log_probs(
     last_candidates: torch.Tensor,
     recurrent_state: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the candidates' log-probabilities at a position after each prefix, and the new state.
+    """Return candidates' log-probabilities at a position after each prefix, and the head's state.
 
     slot: index of the drafted position
     last_candidates: (B, prefixes), index of the candidate with which each prefix ends
     recurrent_state: (B, prefixes, state size) for a recurrent conditional head, otherwise None
 
     The log-probabilities have the shape (B, prefixes, candidates). The number of prefixes is 1 at
-    slot 0. The new recurrent state is None if the candidates are not recurrent.
+    position 0. The new state of the head is None if the head is not recurrent.
     """
     if candidates.recurrent:
         recurrent_candidates = cast(RecurrentCandidates, candidates)

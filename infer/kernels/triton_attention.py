@@ -1,9 +1,9 @@
 """Triton kernels for the attention of draft-tree nodes over a KV cache.
 
 Keys and values are read once for all query heads that share them. For each batch row, they are read
-only up to its number of cached positions, which is stored on the GPU. The mask between the new
-positions is stored in memory; the rest of the mask is computed from the first cached position that
-each query attends to.
+only up to the last node. The number of cached positions of a batch row is read from GPU memory. The
+mask between the nodes is stored in memory. The mask of the cached positions is computed from the
+first position that each query attends to.
 
 As in FlashDecoding, the keys are divided into splits. A program of the first kernel computes a tile
 of queries over one split. The second kernel combines the results of the splits. Launch grids do not
@@ -31,8 +31,7 @@ def _attend_split(
     row_stride, head_stride, slot_stride, tree_mask_stride, E: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # `head` is the index of a key head among the key heads of all batch rows: batch row * key_heads
-    # + index of the head in the batch row.
+    # `head` is the index of a key head among the key heads of all batch rows.
     head = tl.program_id(0)
     split = tl.program_id(2)
     row = head // key_heads

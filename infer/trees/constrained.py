@@ -6,8 +6,7 @@ over the allowed tokens. A prefix is never more probable than its parent, so DDT
 search also finds the likeliest allowed prefixes. Tokens that the grammar forces after the root have
 probability 1, so they are the first nodes.
 
-L drafted positions, V vocabulary size, C candidates per position. log q is a log-probability under
-the drafter.
+log q is a log-probability under the drafter.
 """
 
 import heapq
@@ -36,7 +35,7 @@ class TokenScores(NamedTuple):
 
 @dataclass(frozen=True)
 class GrammarRule:
-    """Which tokens the grammar of one sequence allows and forces after the root of its tree."""
+    """The tokens that the grammar of one sequence allows and forces after the root of its tree."""
 
     # A function. Argument: the drafted tokens after the root. Returns a bool array of the shape
     # (vocabulary size,), which is true for the tokens that may come next.
@@ -252,6 +251,8 @@ def search_constrained(
 ) -> DraftNodes:
     """Return the `budget` likeliest prefixes that a grammar allows, for one batch row.
 
+    row: index of the batch row in `proposal`
+    budget: maximum number of nodes that are returned
     rule: the grammar of the batch row
     branches: whether the tree may have branches; otherwise the nodes form a chain
 

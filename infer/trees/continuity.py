@@ -7,8 +7,6 @@ is DART algorithm 1, with the scores of appendix D.
 Two details are not in the paper and follow the authors' code. A token that was never seen after
 any suffix of its path has the n-gram probability 0. The drafter's probabilities are normalised over
 the candidates (the likeliest tokens) of a position.
-
-B batch rows, L drafted positions, K candidates per position.
 """
 
 import numpy as np
@@ -43,6 +41,9 @@ def build_continuity_tree(proposal: Proposal) -> DraftTree:
     position. A tree consists of the visited prefixes with the highest scores, up to the node
     budget, in descending order of score. The `log_probs` of the tree are the log-probabilities
     under the drafter alone.
+
+    As in the authors' code, n-grams do not affect the scores of the first position, and a prefix
+    that ends with an EOS token is extended only if too few other prefixes are left.
     """
     assert proposal.marginals is not None and proposal.ngram is not None
     count = min(NGRAM_CANDIDATES_PER_POSITION, proposal.marginals.shape[-1])
@@ -105,7 +106,7 @@ def count_visited_prefixes(length: int, num_candidates: int) -> int:
 
 @njit
 def ngram_log_prob(probability: float) -> float:
-    """Return the logarithm of an n-gram probability, or a small constant for probability 0."""
+    """Return the logarithm of an n-gram probability, or a constant for probability 0."""
     if probability:
         return np.log(probability + DART_PROBABILITY_EPSILON)
     return DART_UNSEEN_NGRAM_LOG_PROBABILITY
@@ -116,18 +117,12 @@ def search_beam(arrays, tokens, log_q, drafter_scores, is_end, context, suffixes
     """Run DART's beam search for one batch row, and write the visited prefixes and their scores.
 
     arrays: the trie of the n-gram model
-    tokens: (L, K) int64, the K candidates of L drafted positions, in ascending order of id
-    log_q, drafter_scores: (L, K) float64, the candidates' log-probabilities under the drafter, and
-        their scores without n-grams
-    is_end: (L, K) bool, whether a candidate is an EOS token
-    context: (tokens,) int64, the last tokens of the sequence, including the bonus token
-    suffixes: scratch memory (beam width, n-gram order - 1) int64
-    prefixes: (3, visited prefixes), output: tokens, parents (indices of prefixes, -1 for the root)
-        and depths
-    scores: (2, visited prefixes), output: DART's scores, and log-probabilities under the drafter
-
-    As in the authors' code, n-grams do not affect the scores of the first position, and a prefix
-    that ends with an EOS token is extended only if too few other prefixes are left.
+    tokens, log_q, drafter_scores, is_end: (positions, candidates): token ids in ascending order,
+        log-probabilities, scores without n-grams, and whether a candidate is an EOS token
+    context: the last tokens of the sequence, including the bonus token
+    suffixes: scratch memory (beam width, n-gram order - 1)
+    prefixes: (3, prefixes), output: tokens, parents (index of a prefix, -1 for the root), depths
+    scores: (2, prefixes), output: DART's scores, and log-probabilities under the drafter
     """
     length, num_candidates = tokens.shape
     width, max_suffixes = suffixes.shape
@@ -135,8 +130,7 @@ def search_beam(arrays, tokens, log_q, drafter_scores, is_end, context, suffixes
     extension_scores = np.empty(width * num_candidates)
     extended_suffixes = np.empty((width, max_suffixes + 1, num_candidates), np.int64)
     probabilities = np.empty(num_candidates)
-    # The n-gram probability of a token that was never seen after any suffix of its path is 0.
-    unigrams = np.zeros(num_candidates)
+    unigrams = np.zeros(num_candidates)  # probabilities of tokens that never followed a suffix
     active[0] = -1  # -1 stands for the root
     num_active = 1
     size = 0
@@ -155,7 +149,7 @@ def search_beam(arrays, tokens, log_q, drafter_scores, is_end, context, suffixes
                     step += DART_NGRAM_WEIGHT * ngram_log_prob(probabilities[i])
                 parent_score = scores[0, parent] if parent >= 0 else 0.0
                 parent_log_q = scores[1, parent] if parent >= 0 else 0.0
-                # A prefix must not score higher than its parent, not even by a rounding error.
+                # The minimum with 0 removes rounding errors: a child scores at most as its parent.
                 scores[0, size] = min(step * level_weight, 0.0) + parent_score
                 scores[1, size] = log_q[level, i] + parent_log_q
                 extension_scores[size - level_start] = scores[0, size] - (

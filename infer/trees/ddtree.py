@@ -1,17 +1,15 @@
 """DDTree: the draft tree with the largest expected acceptance length for a given number of nodes.
 
-The tree consists of the likeliest prefixes (DDTree section 4.3). The score of a node is the
-log-probability of the prefix that ends at the node: the score of the parent plus the
-log-probability of the node's token after the parent's prefix. A prefix is never more probable than
-its parent. Lemma 1 and proposition 1 of the paper therefore also hold for the probabilities of a
+The tree consists of the likeliest prefixes (DDTree section 4.3). A prefix is a sequence of drafted
+tokens, and a node represents the prefix that ends at the node. The score of a node is the
+log-probability of its prefix: the score of the parent plus the log-probability of the node's token
+after the parent's prefix. A prefix is never more probable than its parent. Lemma 1 and proposition 1 of the paper therefore also hold for the probabilities of a
 conditional head. Marginals are treated as conditional probabilities that do not depend on the
 previous token.
 
 The search is exact. For marginals and for heads that depend on the previous token only, it is the
 best-first search of the paper's algorithm 1. For recurrent heads it proceeds depth by depth. Both
 searches are in `infer.kernels`.
-
-B batch rows, L drafted positions, M candidates per position.
 """
 
 import torch
@@ -23,7 +21,7 @@ from infer.trees.vocabulary import FULL_VOCABULARY, DraftVocabulary
 
 
 class MarginalConditionals:
-    """Present a drafter's marginals as `Conditionals` that do not depend on the previous token.
+    """A drafter's marginals as `Conditionals`: they do not depend on the tokens drafted before.
 
     The candidates are the `count` likeliest tokens of each position.
     """

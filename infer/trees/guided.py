@@ -60,10 +60,9 @@ def make_ngram_guides(
 
     They are the candidates with their log-probabilities, the n-gram model, and scratch arrays for
     `num_nodes` nodes. The n-gram model may add tokens that are not candidates. An added token is
-    scored with its marginal probability. If the marginal is not available, the added token is
-    scored with the marginal probability of the least likely candidate of the position. Marginals
-    are not available on a GPU, because they are not copied to the CPU, and for tokens that the
-    drafter does not score.
+    scored with its marginal probability, if this is available. Otherwise it is scored with the
+    marginal probability of the least likely candidate of the position. The marginal probability is
+    not available if the drafter does not score the token, or if the drafter runs on a GPU.
     """
     ngram = proposal.ngram
     marginals = proposal.marginals

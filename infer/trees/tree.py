@@ -1,7 +1,4 @@
-"""The draft tree that the target verifies, and the drafter's proposal from which it is built.
-
-B batch rows, L drafted positions. log q is a log-probability under the drafter.
-"""
+"""The draft tree that the target verifies, and the drafter's proposal from which it is built."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -36,7 +33,7 @@ class Conditionals(Protocol):
 
         The first tensor is for position 0 and has the shape (B, candidates). The second tensor is
         for the other positions and has the shape (B, positions - 1, previous candidates,
-        candidates).
+        candidates). The size of its third axis is 1 if the previous candidate does not matter.
         """
 
     def begin(self) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -160,7 +157,7 @@ class DraftTree:
         )
 
     def keep_likeliest(self, nodes_per_row: int) -> "DraftTree":
-        """Return trees of the likeliest drafted nodes of all batch rows together.
+        """Return trees of the likeliest drafted nodes, chosen from all batch rows together.
 
         On average, a batch row keeps `nodes_per_row` drafted nodes. Batch rows where the drafter is
         confident keep more nodes. The nodes of each batch row must be sorted by probability.
