@@ -105,9 +105,9 @@ def fill_visible_lengths(
 
 @njit
 def find_row_range(row_ends: int, row: int, width: int) -> tuple[int, int]:
-    """Return the index of the first new position of a batch row, and the row's number of positions.
+    """Return where the new positions of a batch row start, and how many there are.
 
-    The index counts the new positions of all batch rows.
+    The start is an index into the new positions of all batch rows, one batch row after the other.
 
     row_ends: address of (batch rows,) int64, the index after the last position of each batch row; 0
         if each batch row has `width` new positions

@@ -75,7 +75,7 @@ def gptq_round_weight(
     """Round the weight of a linear layer by GPTQ (algorithm 1).
 
     weight: (outputs, inputs)
-    moments: (inputs, inputs), second moments of the layer's inputs
+    moments: (inputs, inputs), second moments of the layer's inputs (X^T X for inputs X)
 
     Returns int8 codes (outputs, inputs) and scales (outputs, 1).
     """

@@ -57,7 +57,7 @@ class Int8Linear(nn.Module):
 
     @property
     def int8_weights(self) -> Int8Weights:
-        """The parameters as the argument of `infer.int8_cpu.kernels.linear`, without a copy."""
+        """The layer's parameters as an `Int8Weights` object, without a copy."""
         return Int8Weights(
             codes=self.codes.data,
             scales=self.scales.data,

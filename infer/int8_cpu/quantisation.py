@@ -32,7 +32,7 @@ from infer.kernels.launch import (
 )
 from infer.utils.jit import njit
 
-# The difference between two adjacent first codes is this many steps of the second code.
+# The scale of an activation's second code is the scale of the first code, divided by this.
 SECOND_ACTIVATION_CODE_SCALE = 254
 # Number of outputs that `argmax_kernel` dequantises together. As float32 they fit in the L1 cache.
 ARGMAX_TILE_OUTPUTS = 1024
@@ -54,7 +54,7 @@ class QuantiseArguments(KernelArguments):
         ("scales", KERNEL_ARGUMENT_ADDRESS_TYPE),
         ("num_rows", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of positions
         ("row_size", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of inputs of the layer
-        ("codes_per_activation", KERNEL_ARGUMENT_INTEGER_TYPE),  # 1 or 2
+        ("codes_per_activation", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of int8 codes: 1 or 2
     ]
 
 
@@ -116,7 +116,7 @@ class DequantiseArguments(KernelArguments):
         ("out", KERNEL_ARGUMENT_ADDRESS_TYPE),
         ("num_rows", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of positions
         ("row_size", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of outputs of the layer
-        ("codes_per_activation", KERNEL_ARGUMENT_INTEGER_TYPE),  # 1 or 2
+        ("codes_per_activation", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of int8 codes: 1 or 2
     ]
 
 

@@ -34,7 +34,7 @@ from infer.targets.kernel_decoder import KernelDecoder, MasksByLayerType, Rotati
 from infer.utils.jit import njit
 
 MAX_INT8_CPU_CALL_RECORDINGS = 32  # maximum number of recordings that a decoder keeps
-MAX_INT8_CPU_RECORDING_BYTES = 2**25  # maximum size of their buffers, all recordings together
+MAX_INT8_CPU_RECORDING_BYTES = 2**25  # maximum size of the buffers of all recordings of a decoder
 # Forward passes of more positions are not recorded, because their kernels take much longer than the
 # Python code between the kernels.
 MAX_RECORDED_INT8_CPU_POSITIONS = 128
@@ -231,10 +231,10 @@ class Recording:
 def collect_inputs(
     rotations: RotationsByLayerType, masks: MasksByLayerType, memories: list[LayerCacheView]
 ) -> list[object]:
-    """Return the inputs of a forward pass that a recording sets for each replay, in a list.
+    """Return a list of the inputs of a forward pass that a replay must set again.
 
     These are all inputs except hidden states and weights. The first input is None, which is the
-    rotation of layers without rotary angles.
+    rotation of layers without rotary embeddings.
     """
     return [None, *rotations.values(), *masks.values(), *memories]
 

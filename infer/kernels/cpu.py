@@ -40,7 +40,7 @@ LN2_HIGH = np.float32(0.693359375)
 LN2_LOW = np.float32(-2.12194440e-4)
 # The coefficients of x^2 .. x^7 in the Taylor series of e^x about 0.
 EXP_COEFFICIENTS = tuple(np.float32(1 / factorial) for factorial in (2, 6, 24, 120, 720, 5040))
-# Adding this to a float32 rounds the float32 to an integer, which is then in the lowest bits.
+# Adding this to a small float32 rounds it to an integer, the lowest bits of the sum.
 FLOAT32_ROUND_TO_INTEGER_ADDEND = np.float32(1.5 * 2**23)
 EXP_UNDERFLOW = np.float32(-87)  # for x below this, `exp` returns 0
 
@@ -223,7 +223,7 @@ class QKNormRopeWriteArguments(KernelArguments):
         # (cache slots, key_heads * head_size): the cached keys of the first layer. The cache is an
         # array of such matrices: keys of layer 0, values of layer 0, keys of layer 1, and so on.
         ("keys", KERNEL_ARGUMENT_ADDRESS_TYPE),
-        ("plane_bytes", KERNEL_ARGUMENT_INTEGER_TYPE),  # size of one of these matrices in bytes
+        ("plane_bytes", KERNEL_ARGUMENT_INTEGER_TYPE),  # distance in bytes between keys and values
         ("num_rows", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of positions
         ("layers", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of layers
         ("query_heads", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of query heads per layer

@@ -15,8 +15,8 @@ from infer.kernels.operands import Activation, LinearWeights, RMSNormWeights
 from infer.kernels.packed_attention import attend_pieces
 
 # Cosines and sines of the rotary (RoPE) angles, each of shape (positions, 1, rotated features of a
-# head). The first half of the sines is negated. Therefore a roll of the features replaces the
-# function `rotate_half` of transformers, which also negates half of the features.
+# head). The first half of the sines is negated. In transformers, `rotate_half` negates half of the
+# features instead.
 Rotation = tuple[torch.Tensor, torch.Tensor]
 
 

@@ -77,8 +77,8 @@ class RecurrentCandidates(CandidateTables, Protocol):
 def replace_nan_log_probs(log_q: torch.Tensor) -> torch.Tensor:
     """Replace NaN in log-probabilities by minus infinity.
 
-    NaN would break the order of the scores. With this replacement, a drafter that returns NaN only
-    drafts badly.
+    NaN would break the order of the scores. With this replacement, a drafter that returns NaN
+    drafts badly, but the search does not fail.
     """
     return log_q.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
 

@@ -18,7 +18,7 @@ OperationCheck = Callable[[Callable, torch.device], str]
 
 @dataclass(frozen=True)
 class Kernels:
-    """An implementation of each operation, see `infer.kernels.reference` for their definitions."""
+    """An implementation of each operation. `infer.kernels.reference` defines the operations."""
 
     rms_norm: Callable
     add_rms_norm: Callable
@@ -113,8 +113,8 @@ def load_validated_kernels(import_path: str, device: torch.device) -> Kernels:
         reason = run_check(checks[name], operation, device)
         if reason:
             warnings.warn(
-                f"the reference of {name} is used, because its fast version in {import_path} "
-                f"failed its check: {reason}",
+                f"the reference of {name} is used, which is slower but correct, because the fast "
+                f"version in {import_path} failed its check: {reason}",
                 stacklevel=2,
             )
         else:
@@ -127,7 +127,7 @@ def load_validated_kernels(import_path: str, device: torch.device) -> Kernels:
 
 
 def run_check(check: OperationCheck, operation: Callable, device: torch.device) -> str:
-    """Check a fast version of an operation. Return "" if it passes, otherwise the reason."""
+    """Check a fast version of an operation. Return "" if it passes, otherwise why it failed."""
     try:
         return check(operation, device)
     except Exception as error:  # for example if there is no C compiler or the GPU is unsupported

@@ -40,7 +40,7 @@ class GrammarRule:
     # A function. Argument: the drafted tokens after the root. Returns a bool array of the shape
     # (vocabulary size,), which is true for the tokens that may come next.
     allowed: Callable[[list[int]], np.ndarray]
-    forced: list[int]  # the only tokens that the grammar allows directly after the root, in order
+    forced: list[int]  # tokens that must follow the root, one after the other
 
 
 def build_constrained_trees(
@@ -184,8 +184,8 @@ class ConstrainedSearch:
         self.paths: list[list[int]] = [[]]
         # For each drafted node: (token, parent, depth, log-probability of the whole prefix).
         self.nodes: list[tuple[int, int, int, float]] = []
-        # The best unused child of each node, as (negative log-probability of the whole prefix,
-        # depth of the parent, parent, index of the child in `children[parent]`).
+        # For each node, its best child that is not in the tree yet, as (negative log-probability of
+        # the whole prefix, depth of the parent, parent, index of the child in `children[parent]`).
         self.heap: list[tuple[float, int, int, int]] = []
         # Key: node. Value: the tokens of its allowed children, with the log-probabilities of the
         # whole prefixes that end at these children.

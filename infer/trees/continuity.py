@@ -149,7 +149,7 @@ def search_beam(arrays, tokens, log_q, drafter_scores, is_end, context, suffixes
                     step += DART_NGRAM_WEIGHT * ngram_log_prob(probabilities[i])
                 parent_score = scores[0, parent] if parent >= 0 else 0.0
                 parent_log_q = scores[1, parent] if parent >= 0 else 0.0
-                # The minimum with 0 removes rounding errors: a child scores at most as its parent.
+                # The minimum with 0 prevents that a child scores higher due to rounding errors.
                 scores[0, size] = min(step * level_weight, 0.0) + parent_score
                 scores[1, size] = log_q[level, i] + parent_log_q
                 extension_scores[size - level_start] = scores[0, size] - (

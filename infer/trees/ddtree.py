@@ -3,9 +3,9 @@
 The tree consists of the likeliest prefixes (DDTree section 4.3). A prefix is a sequence of drafted
 tokens, and a node represents the prefix that ends at the node. The score of a node is the
 log-probability of its prefix: the score of the parent plus the log-probability of the node's token
-after the parent's prefix. A prefix is never more probable than its parent. Lemma 1 and proposition 1 of the paper therefore also hold for the probabilities of a
-conditional head. Marginals are treated as conditional probabilities that do not depend on the
-previous token.
+after the parent's prefix. A prefix is never more probable than its parent. Lemma 1 and proposition
+1 of the paper therefore also hold for the probabilities of a conditional head. Marginals are
+treated as conditional probabilities that do not depend on the previous token.
 
 The search is exact. For marginals and for heads that depend on the previous token only, it is the
 best-first search of the paper's algorithm 1. For recurrent heads it proceeds depth by depth. Both

@@ -70,13 +70,13 @@ class Proposal:
 
     bonus: torch.Tensor  # (batch rows,) int64: the bonus tokens, which become the roots
     # (batch rows, drafted positions, tokens that the drafter scores): log-probabilities, to which
-    # the target's sampling noise was applied. None without a drafter.
+    # the sampling options and the target's Gumbel noise were applied. None without a drafter.
     marginals: torch.Tensor | None
     budget: int = 0  # maximum number of drafted nodes per batch row
     ngram: NGramModel | None = None
-    # The last tokens of each row's sequence, including the bonus token. Used with an n-gram model.
+    # The last tokens of each batch row's sequence, including the bonus token, for the n-gram model.
     contexts: Sequence[Sequence[int] | np.ndarray] = ()
-    weight: float = 1.0  # exponent of n-gram probabilities when multiplied by the drafter's
+    weight: float = 1.0  # n-gram probabilities are raised to this power
     width: int = 1  # children per node of a static tree
     eos_token_ids: Collection[int] = ()
     conditionals: Conditionals | None = None  # None if the drafter has no conditional head
@@ -95,11 +95,11 @@ class DraftTree:
 
     tokens: torch.Tensor  # (batch rows, nodes) int64: the token of each node
     parents: torch.Tensor  # (batch rows, nodes) int64: the parent's node number; 0 for the root
-    depths: torch.Tensor  # (batch rows, nodes) int64: 0 for the root
+    depths: torch.Tensor  # (batch rows, nodes) int64: depth of each node; 0 for the root
     # (batch rows, nodes): log-probability, under the drafter, of the prefix that ends at the node.
     # It is 0 for the root.
     log_probs: torch.Tensor
-    # No depth is larger. Usually the number of drafted positions; 0 for trees with only a root.
+    # Upper bound of `depths`: usually the number of drafted positions, 0 for trees of only a root.
     max_depth: int
     # (batch rows, nodes) bool: true for nodes, false for padding. The padding comes after the nodes
     # of a batch row and has the token -1. None if there is no padding.
