@@ -1,6 +1,6 @@
-"""Matmuls of int8 codes with int32 accumulators.
+"""Multiply the int8 codes of activations and weights. The results are int32.
 
-On an x86 CPU with AVX2 and without VNNI, `avx2_matmul_kernel` computes them. On all other CPUs,
+On an x86 CPU with AVX2 and without VNNI, `avx2_matmul_kernel` computes the matmuls. On all other CPUs,
 PyTorch calls oneDNN. Each kernel divides its work into work items, and several threads share the
 work items (infer/kernels/launch.py).
 

@@ -108,8 +108,8 @@ class DequantiseArguments(KernelArguments):
     _fields_ = [
         # (codes_per_activation * num_rows, row_size) int32: results of the matmul of codes.
         ("accumulators", KERNEL_ARGUMENT_ADDRESS_TYPE),
-        ("activation_scales", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (num_rows,)
-        ("weight_scales", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (row_size,)
+        ("activation_scales", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (num_rows,), one per position
+        ("weight_scales", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (row_size,), one per output
         ("bias", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (row_size,); the address 0 means no bias
         # Output: (num_rows, row_size) float32 outputs of the layer for `dequantise_kernel`, or
         # (num_rows,) int64 indices for `argmax_kernel`.

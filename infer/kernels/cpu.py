@@ -130,9 +130,9 @@ class AddRMSNormArguments(KernelArguments):
     """Arguments of `add_rms_norm_kernel`."""
 
     _fields_ = [
-        ("states", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (num_rows, row_size)
-        # (num_rows, row_size), multiplied by `scale` and added to the states. The address 0 means
-        # that nothing is added.
+        ("states", KERNEL_ARGUMENT_ADDRESS_TYPE),  # hidden states (num_rows, row_size)
+        # (num_rows, row_size), multiplied by `scale` and added to the hidden states. The address 0
+        # means that nothing is added.
         ("sublayer_output", KERNEL_ARGUMENT_ADDRESS_TYPE),
         ("weight", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (row_size,) weight of the norm
         ("summed", KERNEL_ARGUMENT_ADDRESS_TYPE),  # output: states + scale * sublayer_output

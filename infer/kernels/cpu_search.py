@@ -67,7 +67,7 @@ def search_tree(
     node_depth = np.zeros(budget + 1, np.int64)
     parent = node_depth[0]
     node_child = np.zeros(budget + 1, np.int64)  # each node's index among its parent's children
-    # The calls below pass no literals, because numba compiles a function again for a literal.
+    # A variable and not a literal argument, for which numba would compile the functions again.
     sorted_rows = rows_per_position == 1
 
     for node in range(budget):

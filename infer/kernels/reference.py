@@ -21,7 +21,7 @@ Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
 def rms_norm(states: torch.Tensor, norm: RMSNormWeights) -> torch.Tensor:
-    """Return the RMS norm of hidden states or of heads.
+    """Return the RMS norm of hidden states, or of query and key heads.
 
     states: (..., hidden size), or (positions, layers, heads, head size)
     norm: its weight has the shape (hidden size,), or (layers, heads, head size)

@@ -19,7 +19,7 @@ class DraftNodes(NamedTuple):
 
     tokens: torch.Tensor  # (batch rows, drafted nodes) int64
     parents: torch.Tensor  # (batch rows, drafted nodes) int64: node number of the parent
-    depths: torch.Tensor  # (batch rows, drafted nodes) int64
+    depths: torch.Tensor  # (batch rows, drafted nodes) int64: 1 for children of the root
     # (batch rows, drafted nodes): log-probability of the prefix that ends at the node.
     log_probs: torch.Tensor
 
@@ -118,7 +118,7 @@ def search_tree_by_depth(candidates: CandidateTables, budget: int) -> DraftNodes
     rows, length, num_candidates = candidates.tokens.shape
     scores = torch.zeros(rows, 1, device=candidates.tokens.device)
     levels = []
-    num_prefixes = 0  # number of prefixes in `levels`, for each batch row
+    num_prefixes = 0  # number of prefixes in `levels` per batch row
     recurrent_state = None
     # (batch rows, prefixes): the index of the last candidate of each prefix.
     last_candidates = torch.zeros_like(scores, dtype=torch.long)

@@ -38,7 +38,7 @@ def build_static_tree(proposal: Proposal) -> DraftTree:
     for slot in range(depth):
         log_q, head_state = compute_slot_log_probs(conditionals, slot, last_candidates, head_state)
         log_q = replace_nan_log_probs(log_q.expand(-1, scores.shape[1], -1))
-        best = log_q.topk(width)  # the children of each prefix
+        best = log_q.topk(width)  # the likeliest tokens after each prefix
         scores = (scores[..., None] + best.values).flatten(1)
         last_candidates = best.indices.flatten(1)
         if head_state is not None:
