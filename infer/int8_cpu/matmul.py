@@ -1,8 +1,8 @@
 """Multiply the int8 codes of activations and weights. The results are int32.
 
-On an x86 CPU with AVX2 and without VNNI, `avx2_matmul_kernel` computes the matmuls. On all other CPUs,
-PyTorch calls oneDNN. Each kernel divides its work into work items, and several threads share the
-work items (infer/kernels/launch.py).
+On an x86 CPU with AVX2 and without VNNI, `avx2_matmul_kernel` computes the matmuls. On all other
+CPUs, PyTorch calls oneDNN. Each kernel divides its work into work items, and several threads share
+the work items (infer/kernels/launch.py).
 
 On a CPU with AMX, matmuls of few rows are transposed: instead of codes @ weights.T, the transpose
 weights @ codes.T is computed, and the result is transposed back. This is faster, because oneDNN
