@@ -1,13 +1,12 @@
 """Attention in float32 with a fixed summation order.
 
-Each sum adds one cached position after the other, from the first to the last, and a masked position
+Each sum adds one cached position after the other, from the first to the last. A masked position
 adds exactly 0. The result for a query therefore depends only on the positions that the query
-attends to. It does not depend on where these positions are in the cache, or on masked positions
-between them. The result is bit-identical for a sequence alone, in a draft tree and in a batch.
+attends to, not on masked positions between them. The result for a token is bit-identical, whether
+its sequence is processed alone, in a batch, or as a path of a draft tree.
 
-Dimensions: N new positions of all batch rows, B batch rows, Q new positions per batch row, K
-key/value heads, G query heads per key head, E head size, S cached positions up to the last one that
-any query attends to, R queries of a tile, which are (positions of the tile) * G.
+Attention is computed in tiles of queries. A tile contains some new positions of a batch row, and
+for each position the query heads that share one key head.
 """
 
 import numpy as np
@@ -39,9 +38,9 @@ from infer.kernels.launch import (
 )
 from infer.utils.jit import FASTMATH_KEEP_ORDER, njit
 
-QUERY_TILE_POSITIONS = 16  # new positions of a batch row that are computed together
-# Cached positions that are computed together. Their keys stay in the L1 cache, where all queries of
-# a tile read them.
+QUERY_TILE_POSITIONS = 16  # maximum number of new positions of a tile
+# Number of cached keys that are transposed together. They fit in the L1 cache of the CPU, where all
+# queries of a tile read them.
 KEY_TILE_POSITIONS = 128
 
 
@@ -49,10 +48,10 @@ KEY_TILE_POSITIONS = 128
 def exponentiate_scores(
     scores: np.ndarray, mask: np.ndarray, sees_all: bool, scale: float, count: int
 ) -> None:
-    """Scale and mask scores (S,), then replace each score by e^(score - highest score), in place.
+    """Compute the attention weights of a query from its scores, in place, without normalisation.
 
-    Only the first `count` scores are visible to the query; the other scores are replaced by 0. The
-    additive mask (S,) is added to the scores after scaling, unless `sees_all` is set.
+    A weight is e^(score - highest score). The additive mask is added to the scaled scores, unless
+    `sees_all` is true. Only the first `count` scores are used; the others are replaced by 0.
     """
     highest = np.int32(-(2**31))
     for j in range(count):
@@ -72,10 +71,7 @@ def exponentiate_scores(
 
 @njit
 def count_visible(mask: np.ndarray) -> int:
-    """Return the number of positions up to the last one that an additive mask (S,) allows.
-
-    The number is at least 1.
-    """
+    """Return 1 + the index of the last position that an additive mask allows, at least 1."""
     count = len(mask)
     while count > 1 and mask[count - 1] < 0:
         count -= 1
@@ -92,10 +88,13 @@ def round_up(number: int, multiple: int) -> int:
 def fill_visible_lengths(
     mask: np.ndarray, sees_all: bool, positions: int, visible_counts: np.ndarray
 ) -> int:
-    """Fill `visible_counts` (Q,) for the first `positions` new positions; return the largest count.
+    """Compute how many cached positions each query must read; return the largest number.
 
-    A visible count is the number of cached positions up to the last one that the additive mask
-    (Q, S) allows, or S if `sees_all` is set. Returns 0 if there are no new positions.
+    mask: additive mask (new positions, cached positions)
+    sees_all: whether the mask is ignored, so that each query reads all cached positions
+    positions: number of new positions, 0 or more
+    visible_counts: output: for each new position, 1 + the index of the last cached position that
+        its mask allows
     """
     maximum = 0
     for i in range(positions):
@@ -106,10 +105,12 @@ def fill_visible_lengths(
 
 @njit
 def find_row_range(row_ends: int, row: int, width: int) -> tuple[int, int]:
-    """Return where the new positions of a batch row start among the N positions, and their number.
+    """Return where the new positions of a batch row start, and how many there are.
 
-    row_ends: address of (B,) int64, the end of each batch row among the N positions; 0 if each
-        batch row has `width` new positions
+    The start is an index into the new positions of all batch rows, one batch row after the other.
+
+    row_ends: address of (batch rows,) int64, the index after the last position of each batch row; 0
+        if each batch row has `width` new positions
     """
     if row_ends == 0:
         return row * width, width
@@ -127,10 +128,12 @@ def gather_queries(
     groups: int,
     queries: np.ndarray,
 ) -> None:
-    """Copy the queries of one key head at consecutive new positions to `queries` (R, E).
+    """Copy the queries of consecutive new positions for one key head to `queries`.
 
-    source: address of the queries of all heads, (N, K, G, E)
-    first, positions: the first position to copy, and the number of positions
+    source: address of all queries, (new positions, key_heads, groups, head size)
+    first, positions: index of the first position, and number of positions
+    groups: number of query heads per key head
+    queries: output, (at least positions * groups, head size)
     """
     size = queries.shape[1]
     for i in range(positions):
@@ -147,11 +150,14 @@ def write_averages(
     out: np.ndarray,
     key_head: int,
 ) -> None:
-    """Divide sums of weighted values by sums of weights; write the averages to `out` (N, K, G, E).
+    """Divide a tile's sums of weighted values by its sums of weights; write the result to `out`.
 
-    weighted_values: (R, at least E), of which the first `count` rows are used
-    weight_sums: (R, FLOAT_TILE_COLUMNS), of which the first column is used
-    key_head: index of the key head in `out`
+    weighted_values: (queries, at least head size)
+    weight_sums: (queries, columns); all columns are equal
+    count: number of queries of the tile
+    groups: number of query heads per key head
+    out: (new positions, key heads, groups, head size), starting with the tile's first position
+    key_head: index of the tile's key head
     """
     size = out.shape[3]
     for r in range(count):
@@ -170,12 +176,13 @@ def add_query_key_products(
     transposed_keys: np.ndarray,
     scores: np.ndarray,
 ) -> None:
-    """Add the dot products of queries (R, E) with the first `count` cached keys to scores (R, S).
+    """Add the dot products of queries with the first `count` cached keys to `scores`.
 
+    queries: (queries, head size)
     keys: address of the first key
     position_bytes: distance in bytes between the keys of two positions
-    transposed_keys: scratch memory for KEY_TILE_POSITIONS transposed keys, with E rows of at least
-        KEY_TILE_POSITIONS columns
+    transposed_keys: scratch memory (head size, at least KEY_TILE_POSITIONS)
+    scores: (queries, at least count), output
     """
     rows, size = queries.shape
     tile_address = transposed_keys.ctypes.data
@@ -193,11 +200,12 @@ def add_query_key_products(
 
 @njit
 def add_row_sums(weights: np.ndarray, count: int, weight_sums: np.ndarray) -> None:
-    """Add the first `count` weights of each row (R, S), in order, to its sum.
+    """Add the first `count` weights of each row of `weights` to the row's sum, in order.
 
-    weight_sums: (R, FLOAT_TILE_COLUMNS), output; all columns of a row have the same sum
+    weights: (queries, at least count)
+    weight_sums: (queries, FLOAT_TILE_COLUMNS), output; all columns have the same sums
 
-    The sums are computed as a matmul with ones, which sums four rows at a time.
+    A matmul with ones computes the sums of four rows at a time.
     """
     ones = np.ones(FLOAT_TILE_COLUMNS, np.float32)
     add_matmul(
@@ -217,14 +225,15 @@ def add_weighted_values(
     padded_values: np.ndarray,
     weighted_values: np.ndarray,
 ) -> None:
-    """Multiply weights (R, S) by the first `count` cached values; add to weighted_values.
+    """Multiply attention weights by the first `count` cached values; add to `weighted_values`.
 
+    weights: (queries, at least count)
     values: address of the first value
     position_bytes: distance in bytes between the values of two positions
     size: head size
     padded_values: scratch memory (KEY_TILE_POSITIONS, padded head size), used if the head size is
         not a multiple of FLOAT_TILE_COLUMNS
-    weighted_values: (R, padded head size), output
+    weighted_values: (queries, padded head size), output
     """
     rows = len(weights)
     padded_size = weighted_values.shape[1]
@@ -248,27 +257,26 @@ class AttentionArguments(KernelArguments):
     """Arguments of `attention_kernel`."""
 
     _fields_ = [
-        ("queries", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (N, K, G, E)
-        ("out", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (N, K, G, E)
-        # (B, capacity, K, E). The address is that of the first visible position.
+        # (new positions, key_heads, groups, head_size)
+        ("queries", KERNEL_ARGUMENT_ADDRESS_TYPE),
+        ("out", KERNEL_ARGUMENT_ADDRESS_TYPE),  # output, in the shape of `queries`
+        # (batch_rows, capacity, key_heads, head_size): the cached keys. The address is that of the
+        # first position that queries attend to.
         ("keys", KERNEL_ARGUMENT_ADDRESS_TYPE),
-        ("values", KERNEL_ARGUMENT_ADDRESS_TYPE),  # like `keys`
-        # (B, Q, S), added to the scores. 0 means that every query attends to all S positions.
+        ("values", KERNEL_ARGUMENT_ADDRESS_TYPE),  # the cached values, in the shape of `keys`
+        # (batch_rows, width, visible), added to the scores. The address 0 means no mask.
         ("mask", KERNEL_ARGUMENT_ADDRESS_TYPE),
-        # (B,) int64, the end of each batch row among the N positions. 0 means that each batch row
-        # has Q positions.
+        # (batch_rows,) int64: the index after the last new position of each batch row, counted over
+        # all batch rows. The address 0 means that each batch row has `width` new positions.
         ("row_ends", KERNEL_ARGUMENT_ADDRESS_TYPE),
-        ("batch_rows", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of batch rows, B in shapes
-        ("key_heads", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of key/value heads, K in shapes
-        ("groups", KERNEL_ARGUMENT_INTEGER_TYPE),  # query heads per key head, G in shapes
-        ("head_size", KERNEL_ARGUMENT_INTEGER_TYPE),  # head size, E in shapes
-        (
-            "capacity",
-            KERNEL_ARGUMENT_INTEGER_TYPE,
-        ),  # positions that the cache has for each batch row
-        ("visible", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of visible positions, S in shapes
-        ("width", KERNEL_ARGUMENT_INTEGER_TYPE),  # new positions per batch row, Q in shapes
-        ("scale", KERNEL_ARGUMENT_FLOAT_TYPE),  # factor of the scores
+        ("batch_rows", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of batch rows
+        ("key_heads", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of key/value heads
+        ("groups", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of query heads per key head
+        ("head_size", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of features of a head
+        ("capacity", KERNEL_ARGUMENT_INTEGER_TYPE),  # cache slots of each batch row
+        ("visible", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of cached positions, with the new ones
+        ("width", KERNEL_ARGUMENT_INTEGER_TYPE),  # maximum number of new positions per batch row
+        ("scale", KERNEL_ARGUMENT_FLOAT_TYPE),  # factor by which the scores are multiplied
     ]
 
 
@@ -279,7 +287,7 @@ read_attention_arguments = make_argument_reader(AttentionArguments)
 def clear_rows(
     count: int, weights: np.ndarray, weighted_values: np.ndarray, weight_sums: np.ndarray
 ) -> None:
-    """Set the first `count` rows of the scratch memory of a tile to 0."""
+    """Set the first `count` rows of a tile's arrays to 0. Each row belongs to a query."""
     weights[:count] = 0
     weighted_values[:count] = 0
     weight_sums[:count] = 0
@@ -287,11 +295,11 @@ def clear_rows(
 
 @njit(fastmath=FASTMATH_KEEP_ORDER)
 def attention_kernel(address: int) -> None:
-    """Compute the attention of new positions over a cache. A work item is a tile: up to
-    QUERY_TILE_POSITIONS positions of a batch row, with the query heads of one key head."""
+    """Compute the attention of new positions over a KV cache. Each work item is a tile of queries,
+    which the module docstring explains."""
     args = read_attention_arguments(address)
-    # The fields are copied to variables, because the compiler must assume that every write to
-    # memory can change the structure.
+    # The fields are copied to variables. Otherwise the compiler would read them again after every
+    # write to memory, because it cannot exclude that the write changes the structure.
     batch_rows = args.batch_rows
     key_heads = args.key_heads
     groups = args.groups
@@ -309,15 +317,15 @@ def attention_kernel(address: int) -> None:
     mask = carray(float_pointer(args.mask), (batch_rows, width, visible))
     out = carray(float_pointer(args.out), (batch_rows * width, key_heads, groups, size))
     padded_size = round_up(size, FLOAT_TILE_COLUMNS)
-    # The rows have FLOATS_PER_CPU_VECTOR more columns than needed. Rows whose length is a power of
-    # two would all start in the same few sets of the CPU cache.
+    # The rows have FLOATS_PER_CPU_VECTOR more columns than needed, because rows whose length is a
+    # power of two would compete for the same sets of the CPU cache.
     transposed_keys = np.zeros((size, KEY_TILE_POSITIONS + FLOATS_PER_CPU_VECTOR), np.float32)
     padded_values = np.zeros((KEY_TILE_POSITIONS, padded_size), np.float32)
     queries = np.empty((tile_rows, size), np.float32)
     weights = np.empty((tile_rows, round_up(visible, FLOAT_TILE_COLUMNS)), np.float32)
     weighted_values = np.empty((tile_rows, padded_size), np.float32)
     weight_sums = np.empty((tile_rows, FLOAT_TILE_COLUMNS), np.float32)
-    visible_counts = np.empty(tile_queries, np.int64)  # see `fill_visible_lengths`
+    visible_counts = np.empty(tile_queries, np.int64)
     position_bytes = 4 * key_heads * size
     item = claim_work_item(address)
     while item < batch_rows * key_heads * query_tiles:
@@ -354,7 +362,7 @@ def attend(
     mask: AttentionMask,
     scale: float,
 ) -> torch.Tensor:
-    """Implement `infer.kernels.reference.attend` with `attention_kernel`."""
+    """Implement `infer.kernels.reference.attend`, with `attention_kernel` if there is a cache."""
     if not isinstance(layer_cache, LayerCacheView):
         return reference.attend(queries, layer_cache, mask, scale)
     queries = queries.contiguous()
@@ -384,8 +392,7 @@ def attend(
 
     bind(layer_cache, mask)
     work_items = batch_rows * key_heads * -(-layer_cache.query_length // QUERY_TILE_POSITIONS)
-    # More than MIN_CYCLES_FOR_PARALLEL_CPU_KERNEL, so that attention always runs on several
-    # threads.
+    # The estimate is always large enough for attention to run on several threads.
     cycles = max(queries.numel() * visible // 2, MIN_CYCLES_FOR_PARALLEL_CPU_KERNEL + 1)
     launch_kernel(attention_kernel, arguments, work_items, cycles, bind, (layer_cache, mask))
     return out

@@ -1,11 +1,11 @@
 """Calibrate int8 targets on sequences that the target generates itself.
 
 For each linear layer, calibration determines the smoothing factors (SmoothQuant), the number of
-int8 codes per activation, and the int8 codes of the weights. The weights are rounded by GPTQ
-(2210.17323, section 3): inputs are processed in order, and after the weights of an input are
-rounded, the weights of the inputs that follow are changed to compensate for the rounding error.
+int8 codes per activation, and the int8 codes of the weights.
 
-Dimensions: D inputs and O outputs of a linear layer, N positions.
+The weights are rounded by GPTQ (2210.17323, section 3). GPTQ processes the inputs of a layer in
+order. After it has rounded the weights of an input, it changes the weights of all later inputs to
+compensate for the rounding errors.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,34 +27,35 @@ from infer.utils.jit import FASTMATH_KEEP_ORDER, njit
 INT8_CALIBRATION_SEQUENCE_COUNT = 96  # number of sequences that the target generates
 INT8_CALIBRATION_TOKENS_PER_SEQUENCE = 128
 INT8_CALIBRATION_SAMPLING_TEMPERATURE = 0.7
-# Candidates for SmoothQuant's alpha: how much of the range of the activations is moved to the
-# weights. 1 moves all of it.
+# The values that are tried for SmoothQuant's alpha: the part of the activations' range that is
+# moved to the weights. 1 moves the whole range.
 SMOOTHQUANT_ALPHAS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1)
-# Alpha and the codes per activation are chosen by the errors at every 48th position, at most 256
-# positions in total.
+# To save time, alpha and the number of codes per activation are chosen by the errors at some of the
+# positions only: at every 48th position, and at most 256 positions in total.
 MAX_INT8_CALIBRATION_SAMPLE_POSITIONS = 256
 INT8_CALIBRATION_SAMPLE_INTERVAL_POSITIONS = 48
-MAX_CALIBRATION_BATCHES_PER_MOMENT_UPDATE = (
-    4  # batches of inputs whose second moments are computed in one matmul
-)
-# If the relative error of a matmul with one code per activation is larger, the activations get two
-# codes.
+# Number of forward passes whose inputs are added to the second moments in one matmul.
+MAX_CALIBRATION_BATCHES_PER_MOMENT_UPDATE = 4
+# Limit of the relative error of a layer's outputs with one int8 code per activation. If the error
+# is larger, the layer gets two codes per activation.
 MAX_ERROR_WITH_ONE_ACTIVATION_CODE = 0.02
-# Added to the diagonal of the second moments, as a fraction of the mean of the diagonal.
+# GPTQ adds this fraction of the mean diagonal element to the diagonal of the second moments, so
+# that the matrix can be inverted.
 GPTQ_DAMPING = 0.01
-GPTQ_BLOCK_OUTPUTS = 16  # outputs that are rounded together; they stay in the L1 or L2 cache
-MAX_CALIBRATION_SECOND_MOMENT_BYTES = (
-    4e9  # memory for the second moments of layers that are calibrated together
-)
+# Number of outputs whose weights are rounded together. The weights stay in the L1 or L2 cache.
+GPTQ_BLOCK_OUTPUTS = 16
+# Layers are calibrated together as long as their second moments need at most this much memory.
+MAX_CALIBRATION_SECOND_MOMENT_BYTES = 4e9
 
 
 @njit(fastmath=FASTMATH_KEEP_ORDER)
 def gptq_round_block(weight: np.ndarray, inverse_factor: np.ndarray, codes: np.ndarray) -> None:
-    """Round a scaled weight (O, D) by GPTQ, and write the int8 codes to `codes` (O, D).
+    """Round the weights of some outputs of a linear layer by GPTQ, and write the int8 codes.
 
-    After the weights of an input are rounded, their rounding errors are distributed over the
-    weights of the inputs that follow. The factors for this are the input's row of `inverse_factor`,
-    an upper triangular matrix (D, D). The scaled weight is overwritten.
+    weight: (outputs, inputs), weights divided by their scales; overwritten
+    inverse_factor: (inputs, inputs), upper Cholesky factor of the inverse of the second moments.
+        Row d has the factors with which the rounding errors of input d change later inputs.
+    codes: (outputs, inputs) int8, output
     """
     for d in range(weight.shape[1]):
         following_factors = inverse_factor[d, d + 1 :]
@@ -63,7 +64,7 @@ def gptq_round_block(weight: np.ndarray, inverse_factor: np.ndarray, codes: np.n
             codes[o, d] = code
             error = np.float32((weight[o, d] - code) / inverse_factor[d, d])
             following_weights = weight[o, d + 1 :]
-            # With slices the loop needs no bounds checks, so the compiler can vectorise it.
+            # The loop is over slices. The compiler then needs no bounds checks and vectorises it.
             for e in range(len(following_factors)):
                 following_weights[e] -= error * following_factors[e]
 
@@ -71,9 +72,12 @@ def gptq_round_block(weight: np.ndarray, inverse_factor: np.ndarray, codes: np.n
 def gptq_round_weight(
     weight: torch.Tensor, moments: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round a weight (O, D) by GPTQ (algorithm 1). Return int8 codes (O, D) and scales (O, 1).
+    """Round the weight of a linear layer by GPTQ (algorithm 1).
 
-    moments: second moments (D, D) of the inputs of the layer
+    weight: (outputs, inputs)
+    moments: (inputs, inputs), second moments of the layer's inputs (X^T X for inputs X)
+
+    Returns int8 codes (outputs, inputs) and scales (outputs, 1).
     """
     scales = compute_weight_scales(weight)
     scaled_weight = weight / scales
@@ -94,9 +98,11 @@ def gptq_round_weight(
 
 
 def compute_relative_error(actual: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """Return the root mean square, over N positions, of the relative errors of outputs (N, O).
+    """Return the root mean square, over all positions, of the relative errors of a layer's outputs.
 
-    The relative error at a position is the norm of the difference divided by the norm of `exact`.
+    actual, exact: outputs (positions, outputs) with and without rounding
+
+    The relative error at a position is the norm of (actual - exact) divided by the norm of exact.
     """
     errors = (actual - exact).norm(dim=1) / exact.norm(dim=1).clamp(min=1e-9)
     return errors.square().mean().sqrt()
@@ -106,11 +112,12 @@ def compute_relative_error(actual: torch.Tensor, exact: torch.Tensor) -> torch.T
 class SmoothingCandidate:
     """The smoothing factors for one alpha of SmoothQuant, and the errors with these factors."""
 
-    # (D,). Weights are multiplied by the factors, activations are divided by the factors.
+    # (inputs,). Weights are multiplied by the factors, and activations are divided by the factors.
     factors: torch.Tensor
-    # Scalar: relative error of the outputs if only the activations are rounded, to one code each.
+    # Scalar: relative error of the outputs if only activations are rounded, with one code each.
     activation_error: torch.Tensor
-    weight_error: torch.Tensor  # scalar: relative error of the outputs if only weights are rounded
+    # Scalar: relative error of the outputs if only weights are rounded.
+    weight_error: torch.Tensor
 
     @property
     def total_error(self) -> torch.Tensor:
@@ -118,7 +125,7 @@ class SmoothingCandidate:
 
 
 class InputStatistics:
-    """Statistics of the inputs of a group of linear layers that read the same hidden states."""
+    """Statistics of the hidden states that a group of linear layers reads as input."""
 
     def __init__(self, layers: list[nn.Linear]) -> None:
         size = layers[0].in_features
@@ -127,29 +134,32 @@ class InputStatistics:
         self.moments = torch.zeros(size, size)
         # The inputs at every INT8_CALIBRATION_SAMPLE_INTERVAL_POSITIONS-th position.
         self.samples: list[torch.Tensor] = []
-        self.pending_batches: list[torch.Tensor] = []  # inputs that are not in the moments yet
+        # The inputs of recent forward passes, which are not in `moments` yet.
+        self.pending_batches: list[torch.Tensor] = []
 
     def add_batch(self, states: torch.Tensor) -> None:
-        """Update the statistics with the inputs (..., D) of a forward pass."""
+        """Update the statistics with the inputs of a forward pass, (..., number of inputs)."""
         flat = states.detach().flatten(0, -2).float()
         self.max_magnitudes = torch.maximum(self.max_magnitudes, flat.abs().amax(0))
         first = len(self.samples) % INT8_CALIBRATION_SAMPLE_INTERVAL_POSITIONS
-        # The positions are cloned, because a view would keep the memory of all positions in use.
+        # The samples are cloned, because a view would keep the inputs of all positions in memory.
         self.samples.append(flat[first::INT8_CALIBRATION_SAMPLE_INTERVAL_POSITIONS].clone())
         if len(self.pending_batches) == MAX_CALIBRATION_BATCHES_PER_MOMENT_UPDATE:
             self.update_moments()
         self.pending_batches.append(flat)
 
     def update_moments(self) -> None:
-        """Add the pending batches of inputs to the second moments."""
+        """Add the inputs of recent forward passes (`pending_batches`) to the second moments."""
         flat = torch.cat(self.pending_batches)
         self.pending_batches = []
         self.moments.addmm_(flat.t(), flat)
 
     def choose_smoothing(self, weight: torch.Tensor) -> SmoothingCandidate:
-        """Try each alpha of SMOOTHQUANT_ALPHAS for a weight (O, D); return the best candidate.
+        """Return the smoothing factors with the smallest error of a layer's outputs.
 
-        The best candidate has the smallest total error of the matmul's outputs.
+        weight: (outputs, inputs), the weight of all layers of the group
+
+        The factors of each alpha of SMOOTHQUANT_ALPHAS are tried.
         """
         samples = torch.cat(self.samples)[:MAX_INT8_CALIBRATION_SAMPLE_POSITIONS]
         exact = samples @ weight.t()
@@ -169,7 +179,10 @@ class InputStatistics:
         return min(candidates, key=lambda candidate: candidate.total_error)
 
     def quantise_layers(self) -> dict[nn.Linear, Int8Linear]:
-        """Quantise the layers of the group. Return the quantised layer of each linear layer."""
+        """Quantise the layers of the group.
+
+        Returns a dict whose keys are the original layers and whose values are the int8 layers.
+        """
         self.update_moments()
         weight = torch.cat([layer.weight for layer in self.layers]).float()
         smoothing = self.choose_smoothing(weight)
@@ -193,9 +206,10 @@ class InputStatistics:
 
 
 def find_linear_groups(model: PreTrainedModel) -> list[list[nn.Linear]]:
-    """Return groups of linear layers that read the same hidden states, in order of execution.
+    """Return the linear layers of a model, grouped by the hidden states that they read.
 
-    The model runs once to find them, so layers that a forward pass does not call are not returned.
+    One forward pass is run to find the groups, and they are returned in order of execution. Layers
+    that are not called in this forward pass are not returned.
     """
     groups: list[tuple[torch.Tensor, list[nn.Linear]]] = []
 
@@ -211,9 +225,9 @@ def find_linear_groups(model: PreTrainedModel) -> list[list[nn.Linear]]:
 
 
 def register_pre_hooks(hooks: list[tuple[nn.Module, Callable]]) -> ExitStack:
-    """Register forward pre-hooks, given as (module, hook).
+    """Register forward pre-hooks, and return a context manager that removes them at its end.
 
-    The context that is returned removes the hooks at the end of its `with` block.
+    hooks: tuples (module, hook)
     """
     stack = ExitStack()
     for module, hook in hooks:
@@ -222,9 +236,9 @@ def register_pre_hooks(hooks: list[tuple[nn.Module, Callable]]) -> ExitStack:
 
 
 def find_user_turn_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the token ids with which the chat template opens a user's turn.
+    """Return the token ids that the chat template puts before the first user message.
 
-    Without a chat template, this is the BOS token, or token 0 if there is no BOS token.
+    Without a chat template, only the BOS token is returned, or token 0 if there is no BOS token.
     """
     opening = [tokenizer.bos_token_id or 0]
     if tokenizer.chat_template:
@@ -236,11 +250,13 @@ def find_user_turn_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def sample_tokens(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """Sample a token for each of B batch rows from scores (B, V) over the vocabulary.
+    """A logits processor that samples a token for each batch row.
 
-    It is a logits processor: it returns scores (B, V) that are 1 for the sampled token and 0 for
-    all others, so that greedy decoding chooses the sampled token. It draws one random number per
-    batch row, while the sampling of transformers draws one for each token of the vocabulary.
+    scores: logits (batch rows, vocabulary size)
+
+    Returns scores of the same shape: 1 for the sampled token and 0 for all others, so that greedy
+    decoding chooses the sampled token. This is faster than the sampling of transformers, because it
+    draws one random number per batch row, and not one for each token of the vocabulary.
     """
     cumulative = (scores / INT8_CALIBRATION_SAMPLING_TEMPERATURE).softmax(-1).cumsum(-1)
     thresholds = torch.rand(len(cumulative), 1) * cumulative[:, -1:]
@@ -251,10 +267,11 @@ def sample_tokens(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
 def run_calibration_samples(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[None]:
-    """Run the model on sequences that it generates itself. Each `next` runs it once on all of them.
+    """Run the model on sequences that it generates itself, once for each `next` of the iterator.
 
-    The first `next` generates the sequences; each later `next` processes the same sequences again.
-    A sequence begins with the opening of a user's turn and does not end at the end of a turn.
+    The first `next` generates the sequences. Each later `next` runs the model on the same sequences
+    again. A sequence begins with the tokens that open a user message. It may contain several
+    messages, because generation does not stop at EOS tokens.
     """
     opening = find_user_turn_tokens(tokenizer)
     config = GenerationConfig(
@@ -263,7 +280,7 @@ def run_calibration_samples(
         pad_token_id=0,
         # An id outside the vocabulary, so that no sequence ends early.
         eos_token_id=model.config.get_text_config().vocab_size,
-        # A cache that grows would leave gigabytes of unused gaps in the heap.
+        # A cache that grows would fragment the heap and leave gigabytes unused.
         cache_implementation="static",
     )
     with torch.random.fork_rng(devices=[]):
@@ -282,20 +299,19 @@ def run_calibration_samples(
 def quantise_model(model: PreTrainedModel, samples: Iterator[object]) -> dict[str, int]:
     """Calibrate a float32 model, and replace its linear layers and its embedding by int8 modules.
 
-    samples: an iterator; each `next` runs the model on all calibration sequences. `next` is called
-        several times if the second moments of all layers need more than
-        MAX_CALIBRATION_SECOND_MOMENT_BYTES.
+    samples: an iterator; each `next` runs the model on all calibration sequences. It is called once
+        for each group of layers whose second moments fit in MAX_CALIBRATION_SECOND_MOMENT_BYTES.
 
-    Returns the number of codes per activation of each replaced module, by name of the module. It is
-    0 for the embedding. Layers that a forward pass does not call, and layers that are not nn.Linear
-    (such as experts in one tensor), are not replaced.
+    Returns a dict. Keys are the names of the replaced modules. Values are numbers of int8 codes per
+    activation, or 0 for the embedding. Layers that a forward pass does not call, and modules other
+    than nn.Linear (such as experts in one tensor), are not replaced.
     """
     names = {module: name for name, module in model.named_modules()}
     head = model.get_output_embeddings()
     int8_modules: dict[str, Int8Linear | Int8Embedding] = {}
     groups = find_linear_groups(model)
     largest_input = max(group[0].in_features for group in groups)
-    moment_bytes = 4 * largest_input**2  # the second moments are float32
+    moment_bytes = 4 * largest_input**2  # size of the second moments in float32
     groups_per_step = max(1, int(MAX_CALIBRATION_SECOND_MOMENT_BYTES / moment_bytes))
 
     for start in range(0, len(groups), groups_per_step):

@@ -1,4 +1,7 @@
-"""Transposes and matmuls of float32 matrices with a fixed summation order, built from LLVM code."""
+"""Transposes and matmuls of float32 matrices with a fixed summation order.
+
+The inner loops are generated as LLVM code, so that they use vector registers.
+"""
 
 from itertools import chain
 from typing import Any
@@ -11,10 +14,11 @@ from numba.core import cgutils
 from infer.kernels.launch import float_pointer, llvm_intrinsic
 from infer.utils.jit import njit
 
-# float32 values per vector register of AVX-512 or AVX2.
+# Number of float32 values in a vector register (AVX-512, otherwise AVX2).
 FLOATS_PER_CPU_VECTOR = 16 if torch.cpu.get_capabilities().get("avx512_f") else 8
 BYTES_PER_CPU_VECTOR = 4 * FLOATS_PER_CPU_VECTOR
-FLOAT_TILE_COLUMNS = 2 * FLOATS_PER_CPU_VECTOR  # columns of a matmul that are computed together
+# Number of columns of a matmul's result that are computed together, in two vector registers.
+FLOAT_TILE_COLUMNS = 2 * FLOATS_PER_CPU_VECTOR
 LLVM_FLOAT32_VECTOR_TYPE = ir.VectorType(ir.FloatType(), FLOATS_PER_CPU_VECTOR)
 
 
@@ -24,29 +28,29 @@ def int64_constant(number: int) -> ir.Constant:
 
 
 def load_value(builder: ir.IRBuilder, address: ir.Value, value_type: ir.Type) -> ir.Value:
-    """Generate LLVM code that loads a value from an address; return the loaded value.
+    """Generate LLVM code that loads a value from an address, which need not be aligned.
 
-    The address need not be aligned.
+    Returns the LLVM value that is loaded.
     """
     return builder.load(builder.inttoptr(address, value_type.as_pointer()), align=1)
 
 
 def load_accumulators(builder: Any, addresses: list) -> list:
-    """Return stack variables with the sums at the addresses, one vector register each."""
+    """Generate LLVM code that loads a vector of sums from each address; return LLVM variables."""
     loaded_sums = [load_value(builder, address, LLVM_FLOAT32_VECTOR_TYPE) for address in addresses]
     return [cgutils.alloca_once_value(builder, loaded) for loaded in loaded_sums]
 
 
 @llvm_intrinsic
 def accumulate_rows(typing, factors, count, matrix, row_bytes, sums):
-    """Multiply several vectors by one matrix, and add the products to sums in memory.
+    """Multiply several vectors by the same matrix, and add the results to sums in memory.
 
-    factors: tuple with the address of each vector, which has `count` float32 values
-    matrix: address of a matrix of `count` rows and FLOAT_TILE_COLUMNS columns
+    factors: tuple of the addresses of the vectors, of `count` float32 values each
+    matrix: address of a matrix (count, FLOAT_TILE_COLUMNS)
     row_bytes: distance in bytes between two rows of the matrix
-    sums: tuple with the address of the FLOAT_TILE_COLUMNS sums of each vector
+    sums: tuple of the addresses of the sums, FLOAT_TILE_COLUMNS float32 values for each vector
 
-    The rows of the matrix are added in order, with fused multiply-adds.
+    Each sum adds the products in the order of the matrix rows, with fused multiply-adds.
     """
 
     def generate(context, builder, signature, values):
@@ -57,7 +61,7 @@ def accumulate_rows(typing, factors, count, matrix, row_bytes, sums):
             int64_constant(offset)
             for offset in range(0, 4 * FLOAT_TILE_COLUMNS, BYTES_PER_CPU_VECTOR)
         ]
-        vector_addresses = []  # for each vector, the addresses of its sums
+        vector_addresses = []  # for each vector, the addresses of its sums, one per register
         accumulators = []
         for sum_address in sum_addresses:
             addresses = [builder.add(sum_address, offset) for offset in offsets]
@@ -99,10 +103,14 @@ def accumulate_rows(typing, factors, count, matrix, row_bytes, sums):
 
 @llvm_intrinsic
 def transpose_tile(typing, source, source_row_bytes, destination, destination_row_bytes):
-    """Transpose a square matrix of FLOATS_PER_CPU_VECTOR rows of 4-byte values to another address.
+    """Write the transpose of a square matrix to another address.
 
-    The matrix is divided into 2 x 2 blocks, and the two off-diagonal blocks are swapped. Then the
-    same is done within each block, down to blocks of single values.
+    source, destination: addresses of the matrix and of the transpose. Both have
+        FLOATS_PER_CPU_VECTOR rows and columns of 4-byte values.
+    source_row_bytes, destination_row_bytes: distances in bytes between two rows
+
+    The matrix is divided into 2 x 2 blocks, and the two off-diagonal blocks are swapped. This is
+    repeated within each block, down to blocks of single values.
     """
 
     def generate(context, builder, signature, values):
@@ -147,9 +155,9 @@ def transpose(
     destination: int,
     destination_row_bytes: int,
 ) -> None:
-    """Transpose a matrix (rows, columns) of 4-byte values.
+    """Write the transpose of a matrix (rows, columns) of 4-byte values to another address.
 
-    source, destination: addresses of the matrix and of the result
+    source, destination: addresses of the matrix and of the transpose
     source_row_bytes, destination_row_bytes: distances in bytes between two rows
     """
     for row in range(0, rows, FLOATS_PER_CPU_VECTOR):
@@ -183,10 +191,10 @@ def add_matmul(
 ) -> None:
     """Add the matrix product of `left` (rows, count) and `right` (count, columns) to `out`.
 
-    Each matrix is given by its address and the distance in bytes between two of its rows. Each sum
-    adds the `count` products in order. Columns are processed in tiles of FLOAT_TILE_COLUMNS, so
-    `right` and `out` need padding columns up to a multiple of FLOAT_TILE_COLUMNS. Rows are
-    processed four at a time; if fewer than four are left, the last row is computed several times.
+    Each matrix is given by its address and the distance in bytes between two rows. Each sum adds
+    its `count` products in order. The allocated rows of `right` and `out` must have a multiple of
+    FLOAT_TILE_COLUMNS columns, because this many columns are computed together. Four rows are
+    computed together. If fewer than four are left, the last row is computed several times.
     """
     for r in range(0, rows, 4):
         r1 = min(r + 1, rows - 1)

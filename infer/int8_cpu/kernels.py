@@ -1,9 +1,7 @@
-"""The operations for targets and drafters in int8, as an entry of `infer.kernels.table`.
+"""The operations of targets and drafters with int8 weights, for `infer.kernels.table`.
 
 Linear layers multiply int8 codes, and attention has a fixed summation order. The other operations
 are those of `infer.kernels.cpu` in float32.
-
-Dimensions: N positions, D inputs and O outputs of a linear layer.
 """
 
 from collections.abc import Callable
@@ -30,10 +28,12 @@ from infer.kernels.validation import (
 def compute_accumulators(
     states: torch.Tensor, weights: Int8Weights
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise hidden states (N, D), and multiply their codes by the codes of the weights.
+    """Quantise hidden states, and multiply their int8 codes by the codes of the weights.
 
-    Returns int32 accumulators (codes_per_activation * N, O), and the scales (N,) of the codes of
-    the hidden states.
+    states: (positions, inputs)
+
+    Returns the int32 results, (codes per activation * positions, outputs), and the scales of the
+    hidden states' codes, (positions,).
     """
     rows = weights.codes_per_activation * len(states)
     padded_rows = count_padded_rows(rows, weights.codes)
@@ -44,7 +44,10 @@ def compute_accumulators(
 
 
 def linear(states: torch.Tensor, weights: Int8Weights | LinearWeights) -> torch.Tensor:
-    """Implement `infer.kernels.reference.linear`. The reference is used for float weights."""
+    """Implement `infer.kernels.reference.linear` for int8 weights.
+
+    Float weights are multiplied by the reference.
+    """
     if not isinstance(weights, Int8Weights):
         return reference.linear(states, weights)
     accumulators, scales = compute_accumulators(states, weights)
@@ -59,7 +62,7 @@ def argmax_head(states: torch.Tensor, head: nn.Module) -> torch.Tensor:
 
 
 def make_random_weights(outputs: int) -> Int8Weights:
-    """Return random weights of a linear layer with 48 inputs, for validation."""
+    """Return random int8 weights of a linear layer with 48 inputs, for the checks below."""
     generator = torch.Generator().manual_seed(outputs)
     codes = torch.randint(-127, 128, (outputs, 48), dtype=torch.int8, generator=generator)
     scales = torch.rand(outputs, generator=generator) / 127
@@ -69,7 +72,7 @@ def make_random_weights(outputs: int) -> Int8Weights:
 
 
 def check_int8_linear(operation: Callable, device: torch.device) -> str:
-    """Check an implementation of `linear` for int8 weights against a matmul of dequantised weights.
+    """Compare an implementation of `linear` for int8 weights with a matmul of dequantised weights.
 
     Returns a description of the difference, or "" if the results agree.
     """
@@ -80,7 +83,7 @@ def check_int8_linear(operation: Callable, device: torch.device) -> str:
 
 
 def check_int8_argmax_head(operation: Callable, device: torch.device) -> str:
-    """Check an implementation of `argmax_head` for int8 weights against the argmax of `linear`.
+    """Compare an implementation of `argmax_head` for int8 weights with the argmax of `linear`.
 
     Returns a description of the difference, or "" if the results agree.
     """

@@ -1,8 +1,8 @@
-"""Load targets in int8, and quantise drafters.
+"""Load targets with int8 weights, and quantise drafters.
 
-A target is quantised with calibration once, and its quantised weights are written to a cache
-folder. The weights of a drafter are rounded to the nearest int8 code each time it is loaded. The
-rest of `infer` uses this module through `infer.targets.loading.load_int8_package`.
+A target is calibrated and quantised once, and its int8 weights are written to a cache folder. A
+drafter is quantised without calibration each time it is loaded. The rest of `infer` uses this
+module through `infer.targets.loading.load_int8_package`.
 """
 
 import ctypes
@@ -35,10 +35,10 @@ __all__ = ["load_int8_target", "quantise_drafter", "quantise_linear"]
 
 
 def quantise_drafter(drafter: nn.Module) -> None:
-    """Replace the linear layers of a float32 drafter by int8 layers, in place, for decoding.
+    """Replace the linear layers of a float32 drafter by int8 layers, in place.
 
-    Rounding the weights of a drafter changes the acceptance length but never the output. The
-    conditional head and the confidence head are not quantised.
+    This changes the acceptance length but never the output, because the target verifies all drafted
+    tokens. The conditional head and the confidence head are not quantised.
     """
     float_modules: set[nn.Module] = set()
     heads = cast(list[nn.Module | None], [drafter.conditional_head, drafter.confidence_head])
@@ -51,17 +51,17 @@ def quantise_drafter(drafter: nn.Module) -> None:
             drafter.set_submodule(name, quantise_linear(module, codes_per_activation))
     drafter.quantised = True  # ty: ignore[invalid-assignment]
 
-    # After loading, the heap of the C library holds unused memory of ten times the size of the
-    # codes. malloc_trim returns it to the system. Only glibc has this function.
+    # After loading, the heap of the C library contains ten times as much unused memory as the int8
+    # codes need. malloc_trim returns it to the operating system. Only glibc has this function.
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 class Int8Config(QuantizationConfigMixin):
-    """The `quantization_config` in the config.json of a target in int8.
+    """The `quantization_config` in the config.json of a target with int8 weights.
 
-    digits: key: name of a quantised module; value: number of int8 codes per activation of a linear
-        layer, or 0 for an embedding. The attribute has the same name as the key in config.json.
+    digits: keys are names of quantised modules. Values are numbers of int8 codes per activation for
+        linear layers, and 0 for embeddings. The key in config.json is also called digits.
     """
 
     def __init__(self, digits: dict[str, int], quant_method: str = INT8_QUANT_METHOD) -> None:
@@ -70,7 +70,7 @@ class Int8Config(QuantizationConfigMixin):
 
 
 class Int8Quantizer(HfQuantizer):
-    """The quantizer with which transformers loads and saves models that have int8 layers."""
+    """The quantizer of transformers for models with int8 layers, used to load and save them."""
 
     is_trainable = False
 
@@ -92,7 +92,8 @@ class Int8Quantizer(HfQuantizer):
             model.set_submodule(name, int8_module)
 
 
-# The type stubs of transformers allow only classes of transformers as values.
+# These registrations let transformers load models with int8 layers. The type checker is silenced,
+# because the type stubs allow only classes of transformers as values.
 AUTO_QUANTIZATION_CONFIG_MAPPING[INT8_QUANT_METHOD] = Int8Config  # ty: ignore[invalid-assignment]
 AUTO_QUANTIZER_MAPPING[INT8_QUANT_METHOD] = Int8Quantizer  # ty: ignore[invalid-assignment]
 
@@ -100,11 +101,11 @@ AUTO_QUANTIZER_MAPPING[INT8_QUANT_METHOD] = Int8Quantizer  # ty: ignore[invalid-
 def make_int8_folder(
     path: str, load: Callable[[], tuple[PreTrainedModel, PreTrainedTokenizerBase]]
 ) -> str:
-    """Return the cache folder of a target in int8. The first call writes the folder.
+    """Return the cache folder with the int8 weights of a target. The first call writes the folder.
 
     path: folder of the float32 model
-    load: returns the float32 model and its tokenizer; called only if the cache folder does not
-        exist yet
+    load: function that returns the float32 model and its tokenizer. It is called only if the cache
+        folder does not exist yet.
 
     Raises the exceptions of `load`, and OSError if the cache folder cannot be written.
     """
@@ -140,10 +141,10 @@ def make_int8_folder(
 def load_int8_target(
     path: str, trust_remote_code: bool, chat_template_kwargs: Mapping[str, object] | None
 ) -> Target:
-    """Load a target in int8.
+    """Load a target with int8 weights.
 
-    The first call quantises the target and writes it to a cache folder; later calls read the
-    folder.
+    The first call quantises the target and writes it to a cache folder. Later calls load it from
+    this folder. The arguments are those of `infer.targets.loading.load_target`.
     """
 
     def load_float_model() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -161,10 +162,13 @@ def load_int8_target(
 def consolidate_memory(target: Target, files: list[Path]) -> None:
     """Rearrange the memory of an int8 target that was just loaded.
 
-    The parameters of the decoder layers are copied to one block of memory per kind of parameter. So
-    a recording (recording.py) references few storages, and the weights of layers that read the same
-    hidden states are adjacent. The int8 codes of the embedding and the head are mapped from the
-    files again, which frees the memory pages that were read while loading.
+    files: the safetensors files of the target
+
+    The parameters of all decoder layers are copied to a few blocks of memory, one for each name and
+    dtype of a parameter. A recording of kernel calls (recording.py) then has to reference only a
+    few blocks. The weights of layers that read the same hidden states become adjacent. The int8
+    codes of the embedding and of the output head are memory-mapped again, which frees the pages
+    that were read during loading.
     """
     layers = cast(nn.ModuleList, target.decoder.layers)
     parameters_by_kind = defaultdict(list)
@@ -186,11 +190,11 @@ def consolidate_memory(target: Target, files: list[Path]) -> None:
         if parameter.is_floating_point():
             parameter.data = parameter.clone()
 
-    # These cached properties are computed before the codes are mapped, so that the computation
-    # does not read the mapped files.
+    # These properties are cached. They are computed before the codes are memory-mapped, because the
+    # computation would read the mapped files into memory.
     target.kernel_decoder, target.cache_shapes  # noqa: B018
     for file in files:
-        for name, tensor in load_file(file).items():  # maps the file, reads no data
+        for name, tensor in load_file(file).items():  # maps the file without reading it
             if tensor.dtype == torch.int8 and name in other_parameters:
                 other_parameters[name].data = tensor
     target.weight_watcher.take_snapshot()

@@ -1,10 +1,12 @@
-"""Matmuls of int8 codes with int32 accumulators.
+"""Multiply the int8 codes of activations and weights. The results are int32.
 
-On an x86 CPU with AVX2 and without VNNI, `avx2_matmul_kernel` computes them. On all other CPUs
-oneDNN does, through PyTorch. Each kernel divides its work into work items, which several threads
-claim (infer/kernels/launch.py).
+On an x86 CPU with AVX2 and without VNNI, `avx2_matmul_kernel` computes the matmuls. On all other
+CPUs, PyTorch calls oneDNN. Each kernel divides its work into work items, and several threads share
+the work items (infer/kernels/launch.py).
 
-Dimensions: N rows of activation codes, D inputs, O outputs.
+On a CPU with AMX, matmuls of few rows are transposed: instead of codes @ weights.T, the transpose
+weights @ codes.T is computed, and the result is transposed back. This is faster, because oneDNN
+packs the right operand before it multiplies, and the codes are smaller than the weights.
 """
 
 from functools import cache, partial
@@ -30,20 +32,19 @@ from infer.kernels.launch import (
 )
 from infer.utils.jit import njit
 
-# A transposed matmul multiplies weights (O, D) by transposed codes (D, N). It is used for at most
-# this many rows N, because it is not faster for more rows.
+# A transposed matmul (see the module docstring) is not faster for more rows of activation codes.
 MAX_TRANSPOSED_MATMUL_ROWS = 64
-# A transposed matmul is used for at most this many accumulators N * O. More accumulators would
+# A transposed matmul is used only if its result has at most this many values. More values would
 # leave the CPU cache before they are transposed back.
 MAX_TRANSPOSED_MATMUL_OUTPUT_VALUES = 2**20
-# Up to this many rows after the last full vector are transposed value by value.
+# Rows that do not fill a vector register are transposed back value by value if there are at most
+# this many of them. Otherwise they are padded to a full register.
 MAX_ROWS_TRANSPOSED_ONE_BY_ONE = 4
 
-CODES_PER_REGISTER = 16  # int8 codes that fill an AVX2 register when widened to 16 bits
-ESTIMATED_INT8_MATMUL_MACS_PER_CYCLE = (
-    24  # estimated multiply-accumulates per CPU cycle of `avx2_matmul_kernel`
-)
-# Outputs and rows of a tile, few enough for its accumulators to stay in registers.
+CODES_PER_REGISTER = 16  # number of int8 codes that fill an AVX2 register as 16-bit integers
+# Estimated multiply-accumulates per CPU cycle of `avx2_matmul_kernel`.
+ESTIMATED_INT8_MATMUL_MACS_PER_CYCLE = 24
+# Size of a tile of the result. It is so small that the sums of a tile stay in registers.
 INT8_MATMUL_TILE_OUTPUTS = 4
 INT8_MATMUL_TILE_ROWS = 2
 MATMUL_OUTPUTS_PER_WORK_ITEM = 32
@@ -54,8 +55,8 @@ TRANSPOSE_OUTPUTS_PER_WORK_ITEM = 1024
 def uses_avx2_kernel(inputs: int) -> bool:
     """Return whether `avx2_matmul_kernel` computes matmuls with this number of inputs.
 
-    It is used on CPUs with AVX2 and without VNNI, because oneDNN has no fast int8 matmul without
-    VNNI. The number of inputs must be a multiple of CODES_PER_REGISTER.
+    It is used on CPUs with AVX2 and without VNNI, because oneDNN has no fast int8 matmul for them.
+    The number of inputs must be a multiple of CODES_PER_REGISTER.
     """
     capabilities = torch.cpu.get_capabilities()
     has_vnni = capabilities["avx512_vnni"] or capabilities["avx_vnni"]
@@ -65,12 +66,14 @@ def uses_avx2_kernel(inputs: int) -> bool:
 
 @cache
 def count_transposed_rows(rows: int, outputs: int) -> int:
-    """Return the padded number of rows of a transposed matmul, or 0 if it is not transposed.
+    """Return the padded number of rows of a transposed matmul, or 0 if it should not be transposed.
 
-    The matmul is transposed on a CPU with AMX: there oneDNN packs the right operand before it
-    multiplies, so the smaller matrix should be the right operand. The rows are padded to a
-    multiple of FLOATS_PER_CPU_VECTOR, because full vectors are transposed back faster. They are not
-    padded if at most MAX_ROWS_TRANSPOSED_ONE_BY_ONE rows remain after the last full vector.
+    rows: number of rows of activation codes
+    outputs: number of outputs of the layer
+
+    The rows are padded to a multiple of FLOATS_PER_CPU_VECTOR, because full vectors are transposed
+    back faster. They are not padded if at most MAX_ROWS_TRANSPOSED_ONE_BY_ONE rows remain after the
+    last full vector.
     """
     if not torch.cpu.get_capabilities().get("amx_int8"):
         return 0
@@ -82,10 +85,10 @@ def count_transposed_rows(rows: int, outputs: int) -> int:
 
 
 def count_padded_rows(rows: int, weights: torch.Tensor) -> int:
-    """Return the padded number of rows that the codes passed to `matmul` must have.
+    """Return the number of rows, with padding, that the codes passed to `matmul` must have.
 
     rows: number of rows without padding
-    weights: (O, D) int8
+    weights: (outputs, inputs) int8
     """
     outputs, inputs = weights.shape
     if uses_avx2_kernel(inputs):
@@ -97,12 +100,12 @@ def count_padded_rows(rows: int, weights: torch.Tensor) -> int:
 def compute_dot_products(typing, left, right, count, prefetch_distance):
     """Return the dot product of each vector of `left` with each vector of `right`.
 
-    left, right: tuples of the addresses of vectors of `count` * CODES_PER_REGISTER int8 codes
-    prefetch_distance: the codes at this distance in bytes after each vector of `left` are
-        prefetched into the CPU cache
+    left, right: tuples of addresses of vectors, of `count` * CODES_PER_REGISTER int8 codes each
+    prefetch_distance: distance in bytes between a vector of `left` and the vector that is
+        prefetched into the CPU cache while it is read
 
-    The products are returned in row-major order, with a row for each vector of `left`. They are
-    exact: AVX2 multiplies 16-bit integers and adds in 32 bits.
+    The dot products are returned in row-major order, with a row for each vector of `left`. They are
+    exact, because AVX2 multiplies 16-bit integers and adds in 32 bits.
     """
     sums_type = types.UniTuple(types.int32, left.count * right.count)
 
@@ -123,7 +126,7 @@ def compute_dot_products(typing, left, right, count, prefetch_distance):
         prefetch = declare(
             ir.FunctionType(ir.VoidType(), [byte.as_pointer(), *[int32] * 3]), "llvm.prefetch.p0"
         )
-        # These options stand for read access, highest locality and the data cache.
+        # The prefetch options mean: read access, highest locality, data cache.
         prefetch_options = [ir.Constant(int32, option) for option in (0, 3, 1)]
         accumulators = [
             cgutils.alloca_once_value(builder, ir.Constant(sum_vector, None))
@@ -159,12 +162,12 @@ class MatmulArguments(KernelArguments):
     """Arguments of `avx2_matmul_kernel`."""
 
     _fields_ = [
-        ("codes", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (N, D) int8
-        ("weights", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (O, D) int8
-        ("accumulators", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (N, O) int32, output
-        ("num_rows", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of rows, N in shapes
-        ("outputs", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of outputs, O in shapes
-        ("inputs", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of inputs, D in shapes
+        ("codes", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (num_rows, inputs) int8
+        ("weights", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (outputs, inputs) int8
+        ("accumulators", KERNEL_ARGUMENT_ADDRESS_TYPE),  # output: (num_rows, outputs) int32
+        ("num_rows", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of rows of activation codes
+        ("outputs", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of outputs of the layer
+        ("inputs", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of inputs of the layer
     ]
 
 
@@ -173,11 +176,11 @@ read_matmul_arguments = make_argument_reader(MatmulArguments)
 
 @njit
 def avx2_matmul_kernel(address: int) -> None:
-    """Multiply activation codes by weight codes.
+    """Multiply activation codes by weight codes, with AVX2 instructions.
 
-    A work item is MATMUL_OUTPUTS_PER_WORK_ITEM outputs for all rows. It is computed in tiles of
-    INT8_MATMUL_TILE_OUTPUTS outputs and INT8_MATMUL_TILE_ROWS rows. In a tile at the edge of the
-    result, the last output or row is computed several times.
+    Each work item is a part of the result: MATMUL_OUTPUTS_PER_WORK_ITEM outputs for all rows. It is
+    computed in tiles of INT8_MATMUL_TILE_OUTPUTS outputs and INT8_MATMUL_TILE_ROWS rows. In a tile
+    at the edge of the result, the last output or row is computed several times.
     """
     args = read_matmul_arguments(address)
     item = claim_work_item(address)
@@ -214,10 +217,10 @@ class TransposeArguments(KernelArguments):
     """Arguments of `transpose_kernel`."""
 
     _fields_ = [
-        ("transposed", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (O, N) int32
-        ("accumulators", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (N, O) int32, output
-        ("outputs", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of outputs, O in shapes
-        ("num_rows", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of rows, N in shapes
+        ("transposed", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (outputs, num_rows) int32
+        ("accumulators", KERNEL_ARGUMENT_ADDRESS_TYPE),  # output: (num_rows, outputs) int32
+        ("outputs", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of outputs of the layer
+        ("num_rows", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of rows of activation codes
     ]
 
 
@@ -226,9 +229,9 @@ read_transpose_arguments = make_argument_reader(TransposeArguments)
 
 @njit
 def transpose_kernel(address: int) -> None:
-    """Transpose back the result of a transposed matmul.
+    """Transpose the result of a transposed matmul, from (outputs, rows) to (rows, outputs).
 
-    A work item is TRANSPOSE_OUTPUTS_PER_WORK_ITEM outputs for all rows.
+    Each work item is a part of the result: TRANSPOSE_OUTPUTS_PER_WORK_ITEM outputs for all rows.
     """
     args = read_transpose_arguments(address)
     item = claim_work_item(address)
@@ -247,11 +250,11 @@ def transpose_kernel(address: int) -> None:
 
 
 def matmul(codes: torch.Tensor, weights: torch.Tensor, rows: int) -> torch.Tensor:
-    """Multiply the first N rows of codes by weights. Return int32 accumulators (N, O).
+    """Multiply activation codes by weight codes. Return the int32 result, (rows, outputs).
 
-    codes: (padded number of rows, D) int8, from -127 to 127; see `count_padded_rows`
-    weights: (O, D) int8
-    rows: the number of rows N
+    codes: (padded rows, inputs) int8, from -127 to 127; `count_padded_rows` returns their number
+    weights: (outputs, inputs) int8
+    rows: number of rows without padding
     """
     outputs, inputs = weights.shape
     if uses_avx2_kernel(inputs):
@@ -267,7 +270,7 @@ def matmul(codes: torch.Tensor, weights: torch.Tensor, rows: int) -> torch.Tenso
 
 
 def multiply_with_avx2(codes: torch.Tensor, weights: torch.Tensor, rows: int) -> torch.Tensor:
-    """Implement `matmul` with `avx2_matmul_kernel`."""
+    """Implement `matmul` with `avx2_matmul_kernel`, for codes without padding rows."""
     outputs, inputs = weights.shape
     accumulators = allocate_tensor((rows, outputs), torch.int32, scratch="accumulators")
     arguments = MatmulArguments(
@@ -278,8 +281,8 @@ def multiply_with_avx2(codes: torch.Tensor, weights: torch.Tensor, rows: int) ->
         outputs=outputs,
         inputs=inputs,
     )
-    # Reading the weights of an output from memory takes about as long as multiplying
-    # INT8_MATMUL_TILE_ROWS rows of codes by these weights.
+    # The estimate includes the time to read the weights from memory, which is about the time to
+    # multiply them by INT8_MATMUL_TILE_ROWS rows of codes.
     cycles = (
         (rows + INT8_MATMUL_TILE_ROWS) * inputs * outputs // ESTIMATED_INT8_MATMUL_MACS_PER_CYCLE
     )
@@ -289,12 +292,12 @@ def multiply_with_avx2(codes: torch.Tensor, weights: torch.Tensor, rows: int) ->
 
 
 def multiply_transposed(codes: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Multiply codes by weights in a transposed matmul, and transpose the result back.
+    """Compute weights @ codes.T, and transpose the result back.
 
-    codes: (padded number of rows, D) int8
-    weights: (O, D) int8
+    codes: (padded rows, inputs) int8
+    weights: (outputs, inputs) int8
 
-    Returns int32 accumulators (padded number of rows, O).
+    Returns the int32 result, (padded rows, outputs).
     """
     padded_rows = len(codes)
     outputs = len(weights)

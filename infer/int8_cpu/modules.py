@@ -1,7 +1,4 @@
-"""Modules with int8 weights that replace the linear layers and the embedding of a model.
-
-Dimensions: D inputs (or embedding size), O outputs of a linear layer, V vocabulary size.
-"""
+"""Modules with int8 weights that replace the linear layers and the embedding of a model."""
 
 from collections.abc import Callable, Sequence
 from typing import cast
@@ -22,7 +19,8 @@ class Int8Linear(nn.Module):
     ) -> None:
         super().__init__()
         self.codes_per_activation = codes_per_activation
-        # The names codes, scales, smooth and bias are also the names of the tensors in checkpoints.
+        # The attributes codes, scales, smooth and bias must not be renamed, because tensors in
+        # checkpoints have the same names.
         self.codes = nn.Parameter(
             torch.empty(outputs, inputs, dtype=torch.int8), requires_grad=False
         )
@@ -39,7 +37,7 @@ class Int8Linear(nn.Module):
         smoothing: torch.Tensor,
         codes_per_activation: int,
     ) -> "Int8Linear":
-        """Return an int8 layer with the shape and bias of a linear layer and given int8 weights.
+        """Return an int8 layer with the given int8 weights, and the shape and bias of `linear`.
 
         codes, scales, smoothing, codes_per_activation: see `Int8Weights`
         """
@@ -54,12 +52,12 @@ class Int8Linear(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The dequantised weight, (O, D) float32. It is computed on each access."""
+        """The dequantised weight, (outputs, inputs) float32. It is computed on each access."""
         return self.int8_weights.weight.t()
 
     @property
     def int8_weights(self) -> Int8Weights:
-        """The weights as `infer.int8_cpu.kernels.linear` reads them. They are not copied."""
+        """The layer's parameters as an `Int8Weights` object, without a copy."""
         return Int8Weights(
             codes=self.codes.data,
             scales=self.scales.data,
@@ -69,16 +67,16 @@ class Int8Linear(nn.Module):
         )
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """Return the outputs (..., O) of the layer for hidden states (..., D)."""
+        """Return the outputs (..., outputs) of the layer for hidden states (..., inputs)."""
         if states.requires_grad:
             return F.linear(states, self.weight, self.bias)
         outputs = linear(states.reshape(-1, states.shape[-1]), self.int8_weights)
         return outputs.view(*states.shape[:-1], -1)
 
     def can_join(self, others: Sequence[nn.Module]) -> bool:
-        """Return whether one matmul can compute this layer and other layers with the same input.
+        """Return whether one matmul can compute this layer and other layers of the same input.
 
-        This is possible if all are int8 layers that have equal smoothing factors and the same
+        This is possible if all layers are int8 layers with the same smoothing factors and the same
         number of codes per activation.
         """
         if not all(type(other) is Int8Linear for other in others):
@@ -92,9 +90,9 @@ class Int8Linear(nn.Module):
     def join(
         layers: list["Int8Linear"], join_weights: Callable[[list[nn.Parameter]], torch.Tensor]
     ) -> Int8Weights:
-        """Return the weights of one matmul that computes several layers with the same input.
+        """Return the weights of one matmul that computes several layers of the same input.
 
-        layers: layers for which `can_join` is True
+        layers: layers for which `can_join` returned True
         join_weights: function that concatenates parameters along the output dimension
         """
         first = layers[0]
@@ -124,7 +122,7 @@ class Int8Embedding(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The dequantised weight, (V, D) float32. It is computed on each access."""
+        """The dequantised weight, (vocabulary size, embedding size) float32, computed on access."""
         return self.codes * self.scales
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -132,9 +130,9 @@ class Int8Embedding(nn.Module):
 
 
 def quantise_linear(linear: nn.Linear, codes_per_activation: int = 1) -> Int8Linear:
-    """Quantise a linear layer without calibration.
+    """Return an int8 layer with the weights of a linear layer, without calibration.
 
-    The weights are rounded to the nearest code, and all smoothing factors are 1.
+    The weights are rounded to the nearest int8 code, and all smoothing factors are 1.
     """
     codes, scales = round_weight_to_nearest(linear.weight.detach().float())
     smoothing = torch.ones(linear.in_features)

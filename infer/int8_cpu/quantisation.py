@@ -1,10 +1,9 @@
-"""Quantise activations to int8 codes, and dequantise the int32 accumulators of their matmuls.
+"""Quantise activations to int8 codes, and dequantise the int32 results of their matmuls.
 
-Dimensions: N positions, D inputs and O outputs of a linear layer, C codes per activation (1 or 2).
-
-With two codes per activation, the second code is the quantised rounding error of the first code. A
-tensor of C * N rows has the first codes of all N positions, and then the second codes of all N
-positions. Each kernel divides its work into work items, which several threads claim
+An activation has one or two codes. The second code is the quantised rounding error of the first
+code. A tensor of (2 * positions) rows has the first codes of all positions, and then the second
+codes of all positions. An accumulator is a sum of products of codes, a value of the int32 result.
+Each kernel divides its work into work items, and several threads share the work items
 (infer/kernels/launch.py).
 """
 
@@ -33,10 +32,10 @@ from infer.kernels.launch import (
 )
 from infer.utils.jit import njit
 
-SECOND_ACTIVATION_CODE_SCALE = (
-    254  # one step of the first code is this many steps of the second code
-)
-ARGMAX_TILE_OUTPUTS = 1024  # float32 outputs of a tile, which fits in the L1 cache
+# The scale of an activation's second code is the scale of the first code, divided by this.
+SECOND_ACTIVATION_CODE_SCALE = 254
+# Number of outputs that `argmax_kernel` dequantises together. As float32 they fit in the L1 cache.
+ARGMAX_TILE_OUTPUTS = 1024
 int8_pointer = make_pointer_cast(types.int8)
 int32_pointer = make_pointer_cast(types.int32)
 
@@ -45,18 +44,17 @@ class QuantiseArguments(KernelArguments):
     """Arguments of `quantise_kernel`."""
 
     _fields_ = [
-        ("states", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (N, D)
-        (
-            "smoothing",
-            KERNEL_ARGUMENT_ADDRESS_TYPE,
-        ),  # (D,), factors by which the states are multiplied
-        ("codes", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (C * N, D) int8, output
-        # (N,), output. A smoothed state is scale * (first code + second code /
-        # SECOND_ACTIVATION_CODE_SCALE).
+        ("states", KERNEL_ARGUMENT_ADDRESS_TYPE),  # hidden states (num_rows, row_size)
+        # (row_size,): factors by which the hidden states are multiplied.
+        ("smoothing", KERNEL_ARGUMENT_ADDRESS_TYPE),
+        # Output: (codes_per_activation * num_rows, row_size) int8.
+        ("codes", KERNEL_ARGUMENT_ADDRESS_TYPE),
+        # Output: (num_rows,). A hidden state times its smoothing factor is approximately
+        # scale * (first code + second code / SECOND_ACTIVATION_CODE_SCALE).
         ("scales", KERNEL_ARGUMENT_ADDRESS_TYPE),
-        ("num_rows", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of rows, N in shapes
-        ("row_size", KERNEL_ARGUMENT_INTEGER_TYPE),  # size of a row, D in shapes
-        ("codes_per_activation", KERNEL_ARGUMENT_INTEGER_TYPE),  # codes per activation, C in shapes
+        ("num_rows", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of positions
+        ("row_size", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of inputs of the layer
+        ("codes_per_activation", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of int8 codes: 1 or 2
     ]
 
 
@@ -65,9 +63,9 @@ read_quantise_arguments = make_argument_reader(QuantiseArguments)
 
 @njit
 def quantise_kernel(address: int) -> None:
-    """Multiply hidden states by smoothing factors, and quantise each row.
+    """Multiply hidden states by smoothing factors, and quantise the row of each position.
 
-    The result for a row is a scale, and codes from -127 to 127. A work item is a row.
+    The result for a row is a scale, and codes from -127 to 127. Each work item is a row.
     """
     args = read_quantise_arguments(address)
     row_size = args.row_size
@@ -80,8 +78,8 @@ def quantise_kernel(address: int) -> None:
         max_magnitude = np.int32(0)
         for d in range(row_size):
             row[d] = states[d] * smoothing[d]
-            # The bits of floats without the sign bit, read as integers, have the same order as the
-            # magnitudes of the floats.
+            # Without the sign bit, the bits of two floats compare as integers in the same way as
+            # the magnitudes of the floats.
             magnitude = np.int32(float_to_bits(row[d]) & np.int32(0x7FFFFFFF))
             max_magnitude = magnitude if magnitude > max_magnitude else max_magnitude
         max_value = max(bits_to_float(max_magnitude), np.float32(1e-30))
@@ -108,15 +106,17 @@ class DequantiseArguments(KernelArguments):
     """Arguments of `dequantise_kernel` and `argmax_kernel`."""
 
     _fields_ = [
-        ("accumulators", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (C * N, O) int32
-        ("activation_scales", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (N,)
-        ("weight_scales", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (O,)
-        ("bias", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (O,); the address is 0 if there is no bias
-        # Output: (N, O) float32 for `dequantise_kernel`, (N,) int64 for `argmax_kernel`.
+        # (codes_per_activation * num_rows, row_size) int32: results of the matmul of codes.
+        ("accumulators", KERNEL_ARGUMENT_ADDRESS_TYPE),
+        ("activation_scales", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (num_rows,), one per position
+        ("weight_scales", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (row_size,), one per output
+        ("bias", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (row_size,); the address 0 means no bias
+        # Output: (num_rows, row_size) float32 outputs of the layer for `dequantise_kernel`, or
+        # (num_rows,) int64 indices for `argmax_kernel`.
         ("out", KERNEL_ARGUMENT_ADDRESS_TYPE),
-        ("num_rows", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of rows, N in shapes
-        ("row_size", KERNEL_ARGUMENT_INTEGER_TYPE),  # size of a row, O in shapes
-        ("codes_per_activation", KERNEL_ARGUMENT_INTEGER_TYPE),  # codes per activation, C in shapes
+        ("num_rows", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of positions
+        ("row_size", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of outputs of the layer
+        ("codes_per_activation", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of int8 codes: 1 or 2
     ]
 
 
@@ -125,9 +125,11 @@ read_dequantise_arguments = make_argument_reader(DequantiseArguments)
 
 @njit
 def dequantise_row(args: DequantiseArguments, n: int, start: int, out: np.ndarray) -> None:
-    """Dequantise consecutive outputs of row `n`, and write them to `out`.
+    """Dequantise some consecutive outputs of a linear layer at one position.
 
-    The first output is number `start`; the length of `out` is the number of outputs.
+    n: index of the position
+    start: index of the first output
+    out: float32 array for the outputs; its length is the number of outputs
     """
     size = len(out)
     offset = n * args.row_size + start
@@ -152,7 +154,10 @@ def dequantise_row(args: DequantiseArguments, n: int, start: int, out: np.ndarra
 
 @njit
 def dequantise_kernel(address: int) -> None:
-    """Dequantise accumulators to float32 outputs. A work item is a row."""
+    """Dequantise the int32 results of a matmul of codes to the float32 outputs of a linear layer.
+
+    Each work item is the row of one position.
+    """
     args = read_dequantise_arguments(address)
     n = claim_work_item(address)
     while n < args.num_rows:
@@ -164,10 +169,10 @@ def dequantise_kernel(address: int) -> None:
 
 @njit
 def argmax_kernel(address: int) -> None:
-    """Write the index of the largest output of each row.
+    """Write the index of the largest output of a linear layer at each position.
 
-    Of several largest outputs, the index of the first one is written. The outputs are dequantised
-    ARGMAX_TILE_OUTPUTS at a time and are not stored. A work item is a row.
+    Of equal outputs, the first one is chosen. ARGMAX_TILE_OUTPUTS outputs are dequantised together,
+    and they are not stored. Each work item is the row of one position.
     """
     args = read_dequantise_arguments(address)
     tile = np.empty(ARGMAX_TILE_OUTPUTS, np.float32)
@@ -194,10 +199,15 @@ def argmax_kernel(address: int) -> None:
 def quantise_activations(
     states: torch.Tensor, smoothing: torch.Tensor, codes_per_activation: int, padded_rows: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Multiply hidden states (N, D) by smoothing factors (D,), and quantise them.
+    """Multiply hidden states by smoothing factors, and quantise them.
 
-    Returns int8 codes (padded_rows, D) and scales (N,). The first codes_per_activation * N rows
-    have codes; further rows are padding and are not initialised.
+    states: (positions, inputs)
+    smoothing: (inputs,)
+    codes_per_activation: 1 or 2
+    padded_rows: number of rows to allocate for the codes, at least codes_per_activation * positions
+
+    Returns int8 codes (padded_rows, inputs) and scales (positions,). The padding rows are at the
+    end and are not initialised.
     """
     states = states.contiguous()
     num_rows, row_size = states.shape
@@ -222,7 +232,12 @@ def make_dequantise_arguments(
     weights: Int8Weights,
     out: torch.Tensor,
 ) -> DequantiseArguments:
-    """Return the arguments with which to launch `dequantise_kernel` or `argmax_kernel`."""
+    """Return the arguments of a launch of `dequantise_kernel` or `argmax_kernel`.
+
+    accumulators: (codes per activation * positions, outputs) int32, results of the matmul of codes
+    activation_scales: (positions,)
+    out: the tensor to which the kernel writes its result
+    """
     return DequantiseArguments(
         accumulators=accumulators,
         activation_scales=activation_scales,
@@ -238,9 +253,10 @@ def make_dequantise_arguments(
 def dequantise_outputs(
     accumulators: torch.Tensor, activation_scales: torch.Tensor, weights: Int8Weights
 ) -> torch.Tensor:
-    """Dequantise int32 accumulators (C * N, O) with activation scales (N,).
+    """Return the outputs of a linear layer, (positions, outputs) float32, with its bias added.
 
-    Returns the outputs (N, O) of the linear layer in float32, with its bias added.
+    accumulators: (codes per activation * positions, outputs) int32, results of the matmul of codes
+    activation_scales: (positions,)
     """
     num_rows = len(activation_scales)
     out = allocate_tensor((num_rows, accumulators.shape[1]))
@@ -252,12 +268,12 @@ def dequantise_outputs(
 def argmax_outputs(
     accumulators: torch.Tensor, activation_scales: torch.Tensor, weights: Int8Weights
 ) -> torch.Tensor:
-    """Return the index of the largest output at each position, (N,) int64.
+    """Return the index of the largest output of a linear layer at each position.
 
-    accumulators: (C * N, O) int32
-    activation_scales: (N,)
+    accumulators: (codes per activation * positions, outputs) int32, results of the matmul of codes
+    activation_scales: (positions,)
 
-    The outputs themselves are not stored.
+    Returns (positions,) int64. The outputs themselves are not stored.
     """
     num_rows = len(activation_scales)
     out = allocate_tensor((num_rows,), torch.int64)

@@ -1,9 +1,9 @@
 """Record the kernel calls of a forward pass, and replay them, as CUDA graphs do on a GPU.
 
-A pass is a forward pass of new positions through all int8 layers of a decoder. If there are few
-positions, the Python code between the kernel calls takes about as long as the kernels. A recording
-stores all kernel calls of one pass. Later passes with the same shapes replay these calls with other
-hidden states, cache positions, masks and rotary angles.
+In a forward pass of few positions through the int8 layers of a decoder, the Python code between the
+kernel calls takes about as long as the kernels. A recording stores all kernel calls of a forward
+pass. Later forward passes with the same shapes replay these calls, with other hidden states, cache
+positions, masks and rotary angles.
 """
 
 import ctypes
@@ -33,19 +33,17 @@ from infer.kernels.launch import (
 from infer.targets.kernel_decoder import KernelDecoder, MasksByLayerType, RotationsByLayerType
 from infer.utils.jit import njit
 
-MAX_INT8_CPU_CALL_RECORDINGS = 32  # maximum number of recordings of a decoder
+MAX_INT8_CPU_CALL_RECORDINGS = 32  # maximum number of recordings that a decoder keeps
 MAX_INT8_CPU_RECORDING_BYTES = 2**25  # maximum size of the buffers of all recordings of a decoder
-# Passes over more positions are not recorded, because their kernels take much longer than the
+# Forward passes of more positions are not recorded, because their kernels take much longer than the
 # Python code between the kernels.
 MAX_RECORDED_INT8_CPU_POSITIONS = 128
-INT64_FIELDS_PER_RECORDED_CALL = (
-    6  # number of int64 values for each call in `CallListArguments.calls`
-)
+INT64_FIELDS_PER_RECORDED_CALL = 6  # number of columns of `CallListArguments.calls`
 
 
 @llvm_intrinsic
 def call_function_address(typing, function, a, b, c, d):
-    """Call the compiled function at the address `function` with four int64 arguments."""
+    """Call the compiled function at the address `function` with the int64 arguments a, b, c, d."""
 
     def generate(context, builder, signature, values):
         function_type = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 4)
@@ -59,8 +57,8 @@ class CallListArguments(KernelArguments):
     """Arguments of `call_list_kernel`."""
 
     _fields_ = [
-        # (count, INT64_FIELDS_PER_RECORDED_CALL) int64. A row has the address of a function, the
-        # four arguments of the function, and the address of the function's work item counter.
+        # (count, INT64_FIELDS_PER_RECORDED_CALL) int64, with a row for each call. The columns are
+        # the address of the function, its four arguments, and the address of its work item counter.
         ("calls", KERNEL_ARGUMENT_ADDRESS_TYPE),
         ("count", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of calls
     ]
@@ -96,48 +94,49 @@ def merge_kernel_calls(calls: list[Callable[[], object]]) -> list[Callable[[], o
         ]
         table = torch.tensor(table_rows, dtype=torch.int64)
         arguments = CallListArguments(calls=table, count=len(table_rows))
-        arguments.kernel_calls = kernel_calls  # keeps memory alive that the table points to
+        arguments.kernel_calls = kernel_calls  # keeps the memory to which the table points
         call_arguments = (ctypes.addressof(arguments), 0, 0, 0)
         merged.append(KernelCall(get_kernel_address(call_list_kernel), call_arguments, arguments))
     return merged
 
 
 class Recording:
-    """The kernel calls of a pass, and the memory that these calls read and write.
+    """The kernel calls of a forward pass, and the memory that these calls read and write.
 
-    A recording references every tensor whose address is stored in a call. If one of these tensors
-    has moved to another address (`has_moved_tensors`), the recording must not be replayed.
+    A recording keeps references to all tensors whose addresses are stored in its calls. It must not
+    be replayed after one of these tensors has moved to another address (`has_moved_tensors`).
     """
 
     def __init__(self, states: torch.Tensor, inputs: list[object]) -> None:
-        """Prepare to record a pass.
+        """Prepare to record a forward pass.
 
         states: hidden states that the first layer reads
-        inputs: the other inputs that differ between passes: the rotary angles, the masks and the
-            views of the cache's layers
+        inputs: the other inputs that differ between forward passes: rotary angles, masks, and views
+            of the cache's layers
         """
-        # The clone is made outside inference mode, because passes outside inference mode must be
-        # able to write to it.
+        # A tensor that is cloned in inference mode could not be written outside inference mode.
         with torch.inference_mode(False):
             self.states = states.clone()
         self.inputs = inputs
         self.calls: list[Callable[[], object]] = []
-        # Functions that set the arguments of a call, each with the indices into `inputs` of the
-        # inputs that it takes.
+        # Functions that set the arguments of a call for new inputs. Each has a list of the inputs
+        # that it takes, as indices into `inputs`.
         self.bindings: list[tuple[Callable, list[int]]] = []
-        self.referenced_tensors: dict[int, torch.Tensor] = {}  # one tensor for each storage
+        # Key: id of a storage. Value: a tensor in this storage whose address is stored in a call.
+        self.referenced_tensors: dict[int, torch.Tensor] = {}
         self.outputs: dict[int, torch.Tensor] = {}
-        # Buffers for the results of the calls of a layer, numbered in the order of the calls.
-        # Layers with even and odd numbers use different buffers, because a layer reads the results
-        # of the layer before it.
+        # Buffers for the results of the operations of a layer. Keys number the buffers in the order
+        # of their use. The first dict is for layers with even numbers, the second for odd numbers,
+        # because a layer reads the results of the previous layer.
         self.layer_buffers: tuple[dict, dict] = ({}, {})
-        self.scratch_buffers: dict[str, torch.Tensor] = {}  # key: name of the scratch memory
+        # Key: name of the scratch memory, see `infer.kernels.launch.allocate_tensor`.
+        self.scratch_buffers: dict[str, torch.Tensor] = {}
         self.used_buffers = 0
         self.layer = 0
 
     @contextmanager
     def activate(self) -> Generator[None]:
-        """Record all kernel calls that this thread makes within the `with` block."""
+        """Return a context manager that records the kernel calls of this thread in its block."""
         ACTIVE_KERNEL_CALL_RECORDER.recorder = self
         try:
             with torch.inference_mode(False), torch.no_grad():
@@ -173,8 +172,8 @@ class Recording:
         """Implement `infer.kernels.launch.Recorder.record_call`."""
         self.calls.append(call)
         for tensor in tensors:
-            # The alias keeps referring to the recorded memory, while a parameter can be given other
-            # memory through `.data`.
+            # The alias always refers to the recorded memory. The tensor itself may be a parameter,
+            # which refers to other memory after an assignment to its `.data`.
             alias = tensor.detach()
             self.referenced_tensors.setdefault(alias.untyped_storage()._cdata, alias)
         if bind is None:
@@ -186,19 +185,21 @@ class Recording:
                 self.used_buffers = 0
 
     def find_input(self, value: object) -> int:
-        """Return the index in `inputs` of the input that is the same object as `value`."""
+        """Return the index of `value` in `self.inputs`, compared by identity."""
         return next(index for index, item in enumerate(self.inputs) if item is value)
 
     def copy_output(self, states: torch.Tensor) -> torch.Tensor:
-        """Return a copy of the output of a layer, which later layers do not overwrite."""
+        """Copy the output of a layer to memory that later layers do not overwrite."""
         copy = torch.empty_like(states)
         run_and_record(lambda: copy.copy_(states), [copy, states])
         return copy
 
     def replay(self, states: torch.Tensor, inputs: list[object]) -> dict[int, torch.Tensor]:
-        """Repeat the recorded pass with other hidden states and inputs.
+        """Repeat the recorded forward pass with other hidden states and inputs.
 
-        Returns copies of the outputs, by index of the layer.
+        states, inputs: as for `__init__`, with the same shapes
+
+        Returns a dict whose keys are layer indices and whose values are copies of the outputs.
         """
         self.states.copy_(states)
         for bind, indices in self.bindings:
@@ -208,13 +209,13 @@ class Recording:
         return {index: out.clone() for index, out in self.outputs.items()}
 
     def read_addresses(self) -> list[int]:
-        """Return the current addresses of all tensors whose addresses are stored in calls."""
+        """Return the current addresses of the tensors whose addresses are stored in calls."""
         return [tensor.data_ptr() for tensor in self.referenced_tensors.values()]
 
     def has_moved_tensors(self) -> bool:
-        """Return whether a referenced tensor has moved to another address since the recording.
+        """Return whether a tensor that the calls use has another address than when it was recorded.
 
-        `share_memory`, for example, moves a storage and all tensors in it.
+        For example, `share_memory` moves tensors to other memory.
         """
         return self.read_addresses() != self.addresses
 
@@ -230,18 +231,20 @@ class Recording:
 def collect_inputs(
     rotations: RotationsByLayerType, masks: MasksByLayerType, memories: list[LayerCacheView]
 ) -> list[object]:
-    """Return the inputs of a pass other than its hidden states and the weights.
+    """Return a list of the inputs of a forward pass that a replay must set again.
 
-    The first input is None, which stands for a layer without rotation.
+    These are all inputs except hidden states and weights. The first input is None, which is the
+    rotation of layers without rotary embeddings.
     """
     return [None, *rotations.values(), *masks.values(), *memories]
 
 
 @dataclass(frozen=True)
 class RecordedDecoder(KernelDecoder):
-    """A decoder that records passes over few positions, and replays them for the same shapes."""
+    """A decoder that records forward passes of few positions, and replays them for equal shapes."""
 
-    # Key: shapes and settings of a pass. Value: its recording. The most recently used is the last.
+    # Key: shapes and settings of a forward pass. Value: its recording. The keys are in the order of
+    # their last use.
     recordings: dict[tuple, Recording] = field(default_factory=dict)
 
     def run(
@@ -253,13 +256,15 @@ class RecordedDecoder(KernelDecoder):
         output_layer_ids: tuple[int, ...],
         keep_output: Callable[[torch.Tensor], torch.Tensor] = lambda states: states,
     ) -> dict[int, torch.Tensor]:
-        """Implement `KernelDecoder.run`: record a pass, or replay a recording of the same shape.
+        """Implement `KernelDecoder.run`: record a forward pass, or replay one of the same shapes.
 
-        The outputs are copies, which later passes do not overwrite, unless the pass is not recorded
-        because it has too many positions, packed layers or another number of cache slots.
+        Some forward passes are not recorded: those of many positions, of packed sequences, and
+        those that do not write each new position to one cache slot. The outputs of recorded forward
+        passes are copies, which later forward passes do not overwrite.
         """
         positions = len(states)
-        # Views of packed layers come from an iterator, and such passes cannot be recorded.
+        # For packed sequences, layer_views is an iterator and not a list. Such forward passes are
+        # not recorded.
         if not isinstance(layer_views, list) or positions > MAX_RECORDED_INT8_CPU_POSITIONS:
             return super().run(states, rotations, masks, layer_views, output_layer_ids, keep_output)
         layer_views = cast(list[LayerCacheView], layer_views)
@@ -275,7 +280,7 @@ class RecordedDecoder(KernelDecoder):
             torch.get_num_threads(),
         )
         inputs = collect_inputs(rotations, masks, layer_views)
-        # The recording is removed from the dict while it is used, so that no other thread uses it.
+        # The recording is removed from the dict during its use, so that no other thread uses it.
         recording = self.recordings.pop(key, None)
         if recording is None or recording.has_moved_tensors():
             recording = Recording(states, inputs)
@@ -290,10 +295,10 @@ class RecordedDecoder(KernelDecoder):
         return outputs
 
     def drop_old_recordings(self) -> None:
-        """Drop the least recently used recordings.
+        """Drop the least recently used recordings until the others fit the limits.
 
-        At most MAX_INT8_CPU_CALL_RECORDINGS recordings with MAX_INT8_CPU_RECORDING_BYTES in total
-        are kept. Other threads may remove recordings from the dict at the same time.
+        The limits are MAX_INT8_CPU_CALL_RECORDINGS recordings, and MAX_INT8_CPU_RECORDING_BYTES for
+        all of them. Other threads may remove recordings from the dict at the same time.
         """
         total_bytes = 0
         most_recent_first = reversed(list(self.recordings.items()))

@@ -1,4 +1,4 @@
-"""Operations that have a PyTorch reference and fast versions for some devices.
+"""Operations of models and draft trees: PyTorch references, and fast versions for some devices.
 
 `table.py` selects the implementation of each operation. Start reading there.
 """

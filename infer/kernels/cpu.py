@@ -1,11 +1,9 @@
-"""Operations on the CPU in float32, compiled by numba. Each one fuses several tensor operations.
+"""CPU operations in float32, compiled by numba. Each one fuses several PyTorch operations.
 
-For few positions, a PyTorch call has more overhead than computation, so fused operations are
-faster. The result for one position does not depend on the other positions. Each kernel divides its
-work into work items, which several threads claim (launch.py).
-
-Dimensions: N positions, D hidden size, I MLP size, L layers, H query heads, K key/value heads, E
-head size, R rotated features of a head.
+For a forward pass of few positions, the overhead of PyTorch calls takes longer than the
+computation, so fused operations are faster. The result for one position does not depend on the
+other positions. Each kernel divides its work into work items, and several threads share the work
+items (launch.py).
 """
 
 from collections.abc import Callable
@@ -36,22 +34,19 @@ from infer.kernels.table import FastKernels
 from infer.utils.jit import FASTMATH_KEEP_ORDER, FASTMATH_REASSOCIATE, njit
 
 LOG2_E = np.float32(1.44269504)
-# ln 2 is LN2_HIGH + LN2_LOW. LN2_HIGH has few significant bits, so that a product of LN2_HIGH and a
-# small integer is exact.
+# ln 2 is LN2_HIGH + LN2_LOW. LN2_HIGH has few significant bits, so LN2_HIGH times a small integer
+# has no rounding error.
 LN2_HIGH = np.float32(0.693359375)
 LN2_LOW = np.float32(-2.12194440e-4)
 # The coefficients of x^2 .. x^7 in the Taylor series of e^x about 0.
 EXP_COEFFICIENTS = tuple(np.float32(1 / factorial) for factorial in (2, 6, 24, 120, 720, 5040))
-# Adding this to a small float32 rounds the float32 to an integer.
+# Adding this to a small float32 rounds it to an integer, the lowest bits of the sum.
 FLOAT32_ROUND_TO_INTEGER_ADDEND = np.float32(1.5 * 2**23)
 EXP_UNDERFLOW = np.float32(-87)  # for x below this, `exp` returns 0
 
 
 def make_bitcast(source_type: types.Type, result_type: types.Type) -> Callable:
-    """Return a function that reinterprets the bits of a number as another type.
-
-    The function can be called from compiled code only.
-    """
+    """Return a function for compiled code that reinterprets a number's bits as another type."""
 
     @llvm_intrinsic
     def bitcast(typing, value):
@@ -69,9 +64,9 @@ float_to_bits = make_bitcast(types.float32, types.int32)
 
 @numba.njit(inline="always")
 def order_preserving_bits(bits: np.int32) -> np.int32:
-    """Convert the bits of a float32 to an int32 that sorts like the float32.
+    """Map the bits of a float32 to an int32, so that the int32s have the same order as the floats.
 
-    Applied to such an int32, the function returns the bits of the float32.
+    The function is its own inverse: applied to the result, it returns the bits of the float32.
     """
     return np.int32(bits ^ (np.int32(bits >> 31) & np.int32(0x7FFFFFFF)))
 
@@ -80,14 +75,15 @@ def order_preserving_bits(bits: np.int32) -> np.int32:
 def exp(x: np.float32) -> np.float32:
     """Return e^x for x from -87 to 88, with an error of one or two units in the last place.
 
-    For x below -87 it returns 0. The compiler can vectorise this function, unlike numpy's exp. The
-    caller must not be compiled with FASTMATH_REASSOCIATE, which would remove
-    FLOAT32_ROUND_TO_INTEGER_ADDEND.
+    For x below -87 it returns 0. The compiler can vectorise this function, unlike numpy's exp.
+
+    The caller must not be compiled with FASTMATH_REASSOCIATE. With this option the compiler would
+    simplify x + FLOAT32_ROUND_TO_INTEGER_ADDEND - FLOAT32_ROUND_TO_INTEGER_ADDEND to x.
     """
     shifted = max(x, EXP_UNDERFLOW) * LOG2_E + FLOAT32_ROUND_TO_INTEGER_ADDEND
     n = shifted - FLOAT32_ROUND_TO_INTEGER_ADDEND  # x / ln 2, rounded to an integer
     r = (max(x, EXP_UNDERFLOW) - n * LN2_HIGH) - n * LN2_LOW
-    # The lowest bits of `shifted` are n, so shifting them into the exponent gives 2^n.
+    # The lowest bits of `shifted` are n. Moved to the exponent bits of a float32, they give 2^n.
     power = bits_to_float(np.int32(float_to_bits(shifted) << 23) + np.int32(127 << 23))
     c = EXP_COEFFICIENTS
     tail = c[0] + r * (c[1] + r * (c[2] + r * (c[3] + r * (c[4] + r * c[5]))))
@@ -106,7 +102,7 @@ def copy_floats(source: int, destination: int, count: int) -> None:
 
 @njit(fastmath=FASTMATH_REASSOCIATE)
 def rms_norm_row(x: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray) -> None:
-    """Write the RMS norm of `x` (D,) with a weight (D,) to `out` (D,). `out` may be `x` itself."""
+    """Write the RMS norm of `x`, times `weight`, to `out`. `out` may be `x` itself."""
     total = np.float32(len(x) * eps)
     for d in range(len(x)):
         total += x[d] * x[d]
@@ -117,9 +113,9 @@ def rms_norm_row(x: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray)
 
 @njit(fastmath=FASTMATH_KEEP_ORDER)
 def gated_activation_row(gate_up: np.ndarray, linear: float, cubic: float, out: np.ndarray) -> None:
-    """Write up * gate * sigmoid(linear * gate + cubic * gate^3) to `out` (I,).
+    """Write up * gate * sigmoid(linear * gate + cubic * gate^3) to the vector `out`.
 
-    gate_up: (2 * I,), the values of `gate` followed by those of `up`
+    gate_up: (2 * MLP size,), the vector `gate` followed by the vector `up`
     """
     size = len(gate_up) // 2
     gate = gate_up[:size]
@@ -134,18 +130,15 @@ class AddRMSNormArguments(KernelArguments):
     """Arguments of `add_rms_norm_kernel`."""
 
     _fields_ = [
-        ("states", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (N, D)
-        # (N, D), multiplied by `scale` and added to the states. The address 0 means that nothing is
-        # added.
+        ("states", KERNEL_ARGUMENT_ADDRESS_TYPE),  # hidden states (num_rows, row_size)
+        # (num_rows, row_size), multiplied by `scale` and added to the hidden states. The address 0
+        # means that nothing is added.
         ("sublayer_output", KERNEL_ARGUMENT_ADDRESS_TYPE),
-        ("weight", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (D,)
-        (
-            "summed",
-            KERNEL_ARGUMENT_ADDRESS_TYPE,
-        ),  # (N, D), output: states + scale * sublayer_output
-        ("normed", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (N, D), output: the RMS norm of the sum
-        ("num_rows", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of rows, N in shapes
-        ("row_size", KERNEL_ARGUMENT_INTEGER_TYPE),  # size of a row, D in shapes
+        ("weight", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (row_size,) weight of the norm
+        ("summed", KERNEL_ARGUMENT_ADDRESS_TYPE),  # output: states + scale * sublayer_output
+        ("normed", KERNEL_ARGUMENT_ADDRESS_TYPE),  # output: the RMS norm of `summed`
+        ("num_rows", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of positions
+        ("row_size", KERNEL_ARGUMENT_INTEGER_TYPE),  # hidden size
         ("scale", KERNEL_ARGUMENT_FLOAT_TYPE),
         ("eps", KERNEL_ARGUMENT_FLOAT_TYPE),
     ]
@@ -156,9 +149,10 @@ read_add_rms_norm_arguments = make_argument_reader(AddRMSNormArguments)
 
 @njit
 def add_rms_norm_kernel(address: int) -> None:
-    """Add the output of a sublayer to the states, and write the sum and the RMS norm of the sum.
+    """Add the output of a sublayer to hidden states; write the sum and the RMS norm of the sum.
 
-    Without a sublayer output, only the RMS norm of the states is written. A work item is a row.
+    Without a sublayer output, only the RMS norm of the hidden states is written. Each work item is
+    the row of one position.
     """
     args = read_add_rms_norm_arguments(address)
     row_size = args.row_size
@@ -166,7 +160,7 @@ def add_rms_norm_kernel(address: int) -> None:
     weight = carray(float_pointer(args.weight), row_size)
     n = claim_work_item(address)
     while n < args.num_rows:
-        row_offset = 4 * n * row_size  # in bytes
+        row_offset = 4 * n * row_size  # in bytes, for float32
         states = carray(float_pointer(args.states + row_offset), row_size)
         if args.sublayer_output != 0:
             sublayer_output = carray(float_pointer(args.sublayer_output + row_offset), row_size)
@@ -184,10 +178,11 @@ class GatedActivationArguments(KernelArguments):
     """Arguments of `gated_activation_kernel`."""
 
     _fields_ = [
-        ("gate_up", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (N, 2 * I)
-        ("out", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (N, I)
-        ("num_rows", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of rows, N in shapes
-        ("row_size", KERNEL_ARGUMENT_INTEGER_TYPE),  # size of a row, 2 * I in shapes
+        # (num_rows, row_size). The first half of each row is the gate, the second half is `up`.
+        ("gate_up", KERNEL_ARGUMENT_ADDRESS_TYPE),
+        ("out", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (num_rows, row_size / 2)
+        ("num_rows", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of positions
+        ("row_size", KERNEL_ARGUMENT_INTEGER_TYPE),  # 2 * MLP size
         # The activation function is x * sigmoid(linear * x + cubic * x^3).
         ("linear", KERNEL_ARGUMENT_FLOAT_TYPE),
         ("cubic", KERNEL_ARGUMENT_FLOAT_TYPE),
@@ -199,7 +194,7 @@ read_gated_activation_arguments = make_argument_reader(GatedActivationArguments)
 
 @njit
 def gated_activation_kernel(address: int) -> None:
-    """Compute activation(gate) * up for each row. A work item is a row."""
+    """Compute activation(gate) * up of a gated MLP. Each work item is the row of one position."""
     args = read_gated_activation_arguments(address)
     row_size = args.row_size
     n = claim_work_item(address)
@@ -214,24 +209,27 @@ class QKNormRopeWriteArguments(KernelArguments):
     """Arguments of `qk_norm_rope_write_kernel`."""
 
     _fields_ = [
-        ("projected", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (N, L, H + 2 * K, E)
-        ("queries", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (N, L, H, E), output
-        # (L, H + K, E), weight of the norm of queries and keys. The address 0 means no norm.
+        # (num_rows, layers, query_heads + 2 * key_heads, head_size): queries, keys and values.
+        ("projected", KERNEL_ARGUMENT_ADDRESS_TYPE),
+        # Output: normalised and rotated queries, (num_rows, layers, query_heads, head_size).
+        ("queries", KERNEL_ARGUMENT_ADDRESS_TYPE),
+        # (layers, query_heads + key_heads, head_size): weight of the norm of queries and keys. The
+        # address 0 means no norm.
         ("weight", KERNEL_ARGUMENT_ADDRESS_TYPE),
-        ("cosines", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (N, R)
-        ("sines", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (N, R)
-        ("cache_slots", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (N,) int64
-        # (cache slots, K * E), the cached keys of the first layer. The cached values of this layer
-        # follow `plane_bytes` later. Then the keys and values of the other layers follow, each
-        # `plane_bytes` after the one before.
+        ("cosines", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (num_rows, rotated_size)
+        ("sines", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (num_rows, rotated_size)
+        # (num_rows,) int64: the cache slot to which the key and value of a position are written.
+        ("cache_slots", KERNEL_ARGUMENT_ADDRESS_TYPE),
+        # (cache slots, key_heads * head_size): the cached keys of the first layer. The cache is an
+        # array of such matrices: keys of layer 0, values of layer 0, keys of layer 1, and so on.
         ("keys", KERNEL_ARGUMENT_ADDRESS_TYPE),
-        ("plane_bytes", KERNEL_ARGUMENT_INTEGER_TYPE),
-        ("num_rows", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of rows, N in shapes
-        ("layers", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of layers, L in shapes
-        ("query_heads", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of query heads, H in shapes
-        ("key_heads", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of key/value heads, K in shapes
-        ("head_size", KERNEL_ARGUMENT_INTEGER_TYPE),  # head size, E in shapes
-        ("rotated_size", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of rotated features, R in shapes
+        ("plane_bytes", KERNEL_ARGUMENT_INTEGER_TYPE),  # distance in bytes between keys and values
+        ("num_rows", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of positions
+        ("layers", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of layers
+        ("query_heads", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of query heads per layer
+        ("key_heads", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of key/value heads per layer
+        ("head_size", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of features of a head
+        ("rotated_size", KERNEL_ARGUMENT_INTEGER_TYPE),  # features of a head that RoPE rotates
         ("eps", KERNEL_ARGUMENT_FLOAT_TYPE),
     ]
 
@@ -241,13 +239,13 @@ read_qk_norm_rope_write_arguments = make_argument_reader(QKNormRopeWriteArgument
 
 @njit(fastmath=FASTMATH_REASSOCIATE)
 def qk_norm_rope_write_kernel(address: int) -> None:
-    """Normalise and rotate queries and keys; write keys and values to the cache.
+    """Normalise and rotate (RoPE) queries and keys; write keys and values to the KV cache.
 
-    The queries are written to a tensor. A work item is a position.
+    The queries are written to a tensor. Each work item is a position.
     """
     args = read_qk_norm_rope_write_arguments(address)
-    # The fields are copied to variables, because the compiler must assume that every write to
-    # memory can change the structure.
+    # The fields are copied to variables. Otherwise the compiler would read them again after every
+    # write to memory, because it cannot exclude that the write changes the structure.
     num_rows = args.num_rows
     layers = args.layers
     rotated_size = args.rotated_size
@@ -264,7 +262,7 @@ def qk_norm_rope_write_kernel(address: int) -> None:
     heads = np.empty((query_heads + 2 * key_heads, head_size), np.float32)
     n = claim_work_item(address)
     while n < num_rows:
-        slot_offset = 4 * cache_slots[n] * key_heads * head_size  # in bytes
+        slot_offset = 4 * cache_slots[n] * key_heads * head_size  # in bytes, for float32
         for layer in range(layers):
             row = n * layers + layer
             keys = args.keys + 2 * layer * args.plane_bytes + slot_offset

@@ -1,12 +1,10 @@
-"""The best-first search for the most probable prefixes on the CPU, compiled by numba.
+"""The best-first search for the nodes of a draft tree on the CPU, compiled by numba.
 
-The search has a frontier with an entry for each node of the tree. The entry of a node is its best
-child that is not in the tree yet. Each step adds the best entry to the tree, and the next sibling
-of this entry replaces it in the frontier. Of entries with equal scores, the one with the smallest
-depth is added first, then the one whose parent was added first.
-
-Dimensions: L drafted positions, M candidates per position, R rows of a conditional table per
-position, N drafted nodes.
+The search finds the most probable prefixes. For each node of the tree, it stores the node's best
+child that is not in the tree yet, called the node's entry. All entries together are the frontier.
+Each step adds the best entry to the tree, and the next sibling of the added node becomes the new
+entry of its parent. Of entries with equal scores, the one with the smallest depth is added first.
+Of these, the one whose parent was added first is added first.
 """
 
 import numpy as np
@@ -24,9 +22,10 @@ from infer.utils.jit import njit
 
 
 def best_first_search(candidates: CandidateTables, budget: int) -> DraftNodes:
-    """Implement `infer.kernels.reference_search.search_tree_by_depth`.
+    """Find the `budget` most probable prefixes of each batch row, as nodes of draft trees.
 
-    Candidates of a recurrent conditional head are not supported.
+    The result is that of `infer.kernels.reference_search.search_tree_by_depth`. Candidates of a
+    recurrent conditional head are not supported.
     """
     rows, length, candidate_count = candidates.tokens.shape
     table = replace_nan_log_probs(stack_log_prob_tables(candidates))
@@ -41,42 +40,37 @@ def best_first_search(candidates: CandidateTables, budget: int) -> DraftNodes:
     return DraftNodes(*nodes.unbind(1), scores)
 
 
-# Arguments of `search_tree` without a rescorer:
-# - log_q: (1 + (L - 1) * R, M), a table from `stack_log_prob_tables`. If R is 1, each row must be
-#   in descending order.
-# - tokens: (L, M), the candidates
-# - rows_per_position: R
-# With a rescorer, which computes the children of a node when the node is added to the tree:
-# - log_q, tokens: memory of shape (N, candidates), with a row for the children of each node
-# - rows_per_position: 0
 @njit
 def search_tree(
     log_q: np.ndarray, tokens: np.ndarray, length: int, rows_per_position: int,
     rescorer: NGramRescorer | None, nodes: np.ndarray, scores: np.ndarray,
 ) -> None:  # fmt: skip
-    """Find the N most probable prefixes of one batch row (DDTree section 4.3, algorithm 1).
+    """Find the most probable prefixes of one batch row (DDTree section 4.3, algorithm 1).
 
-    The result is written to `nodes` (3, N), whose rows are tokens, parents and depths, and to
-    `scores` (N,). The nodes are in descending order of their scores.
+    log_q: table of the candidates' log-probabilities, from `stack_log_prob_tables`
+    tokens: (length, candidates per position), token ids of the candidates
+    rows_per_position: number of table rows for each position after the first. If it is 1, each row
+        must be in descending order. It is 0 with a rescorer.
+    rescorer: None, or an n-gram model that computes the children of each node. Then log_q and
+        tokens are scratch memory, with a row for each node.
+    nodes, scores: outputs; tokens, parents and depths (3, nodes), and log-probabilities (nodes,)
     """
     budget = len(scores)
-    # The frontier: the score of the entry of each node, and the index of this entry among the
-    # children of the node (-1 if all children are in the tree).
+    # For each node, its best child that is not in the tree yet: the child's score, and its index
+    # among the children of the node (-1 if all children are in the tree).
     entry_score = np.empty(budget, scores.dtype)
     entry_child = np.full(budget, -1)
-    # For each node, the row of `log_q` and the row of `tokens` that have its children.
+    # For each node, the row of `log_q` and the row of `tokens` that contain its children.
     log_q_row = np.zeros(budget, np.int64)
     token_row = np.zeros(budget, np.int64)
     node_score = np.zeros(budget + 1, scores.dtype)
     node_depth = np.zeros(budget + 1, np.int64)
     parent = node_depth[0]
-    # For each node, its index among the children of its parent.
-    node_child = np.zeros(budget + 1, np.int64)
-    # No call below has a literal as an argument, because numba would compile the called function
-    # again for it.
+    node_child = np.zeros(budget + 1, np.int64)  # each node's index among its parent's children
+    # A variable and not a literal argument, for which numba would compile the functions again.
     sorted_rows = rows_per_position == 1
 
-    for node in range(budget):  # give the newest node an entry, then add the best entry
+    for node in range(budget):
         depth = node_depth[node]
         if depth < length:
             token_row[node] = depth
@@ -113,9 +107,12 @@ def search_tree(
 def find_best_entry(
     entry_score: np.ndarray, entry_child: np.ndarray, node_depth: np.ndarray, newest: int
 ) -> int:
-    """Return the node whose entry in the frontier is the best, among nodes 0 to `newest`.
+    """Return the parent of the node that the search must add next.
 
-    See `search_tree` for the arrays.
+    entry_score: for each node, score of its best child that is not in the tree yet
+    entry_child: for each node, index of this child among its children; -1 if there is none
+    node_depth: depth of each node
+    newest: number of the newest node; only nodes 0 to `newest` are considered
     """
     best = 0
     for n in range(1, newest + 1):
@@ -135,17 +132,17 @@ def find_next_best(
     previous_index: int,
     is_sorted: bool,
 ) -> int:
-    """Return the index of the child that follows the previous child in descending order of score.
+    """Return the index of the child that comes after the previous child in the order of scores.
 
-    Of children with equal scores, the one with the lower index comes first. Returns -1 if no child
-    follows.
+    Children are ordered from the highest score to the lowest. Of children with equal scores, the
+    one with the lower index comes first. Returns -1 if no child comes after the previous child.
 
     parent_score: log-probability of the prefix that ends at the parent
-    log_q: (M,), log-probabilities of the children given the parent; NaN if there is no such child.
-        They need not be sorted, because the search reads few children of most nodes.
-    previous_score, previous_index: score and index of the previous child; a score of infinity asks
-        for the first child
-    is_sorted: whether log_q is in descending order; the next child is then the next index
+    log_q: (children,), log-probabilities of the children given the parent; NaN for no child. They
+        need not be sorted, because the search reads few children of most nodes.
+    previous_score, previous_index: score and index of the previous child; with a score of infinity
+        the first child is returned
+    is_sorted: whether log_q is in descending order, so that the next child has the next index
 
     The score of a child is the rounded sum `parent_score + log_q`, so two scores may be equal even
     if the values of log_q differ.

@@ -1,6 +1,7 @@
-"""Fast versions of operations on CUDA: attention and best-first search.
+"""Fast versions of operations on NVIDIA GPUs: attention, and the search for draft-tree nodes.
 
-Attention uses a Triton kernel or FlexAttention, and the best-first search is one Triton kernel.
+Attention uses a Triton kernel for decoding and FlexAttention for training. The search is one Triton
+kernel.
 """
 
 from collections.abc import Callable
@@ -23,10 +24,11 @@ def attention(
     mask: AttentionMask | torch.Tensor | None,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Implement `infer.kernels.reference.attention`.
+    """Implement `infer.kernels.reference.attention` on a GPU.
 
-    A mask that only consists of ranges of keys (training) is evaluated by FlexAttention, and a mask
-    over a cache (decoding) by the Triton kernel.
+    FlexAttention is used in training, where the mask allows ranges of keys for each query. The
+    Triton kernel is used in decoding, where the keys are in a cache and the mask includes the mask
+    between draft-tree nodes. A mask that is a tensor is evaluated by the reference.
     """
     if not isinstance(mask, AttentionMask):
         return reference.attention(queries, keys, values, mask, scale)
@@ -46,10 +48,12 @@ def flex_attention(
     mask: AttentionMask,
     scale: float,
 ) -> torch.Tensor:
-    """Compute attention with FlexAttention. queries: (batch rows, heads, positions, head size).
+    """Compute attention with FlexAttention.
 
-    Under autocast, norms return queries and keys in float32, and the inputs of FlexAttention are
-    not cast automatically. So queries and keys are cast to the dtype of the values.
+    queries: (batch rows, heads, positions, head size)
+
+    Queries and keys are cast to the dtype of the values. This is necessary under autocast: norms
+    then return queries and keys in float32, and autocast does not cast the inputs of FlexAttention.
     """
     queries = queries.to(values.dtype)
     keys = keys.to(values.dtype)
@@ -60,7 +64,7 @@ def flex_attention(
 
 @cache
 def compile_flex_attention() -> Callable[..., torch.Tensor]:
-    """Compile FlexAttention. torch.compile specialises the compiled function for each shape."""
+    """Return FlexAttention, compiled with torch.compile on its first call for each shape."""
     from torch.nn.attention import flex_attention
 
     compiled = torch.compile(flex_attention.flex_attention)

@@ -2,8 +2,8 @@
 
 A kernel is a function that numba compiles. Its argument is the address of a structure with named
 fields (`KernelArguments`). All threads of a launch run the same function. The work is divided into
-work items, and each thread claims work items until none is left. The first field of the structure
-is the atomic counter of the claimed work items.
+work items, and each thread takes the next work item until none is left. The first field of the
+structure is an atomic counter, the index of the next work item.
 """
 
 import ctypes
@@ -22,27 +22,31 @@ from numba.extending import intrinsic
 
 from infer.utils.jit import c_function_address
 
-# Types of the fields of a `KernelArguments` structure.
+# ctypes types for the fields of a `KernelArguments` structure.
 KERNEL_ARGUMENT_ADDRESS_TYPE = ctypes.c_int64
 KERNEL_ARGUMENT_INTEGER_TYPE = ctypes.c_int64
 KERNEL_ARGUMENT_FLOAT_TYPE = ctypes.c_float
 
-# A kernel that takes fewer CPU cycles runs on one thread, because waking other threads would take
-# longer than the kernel.
+# A kernel that is estimated to take fewer CPU cycles runs on one thread, because it takes less time
+# than waking other threads.
 MIN_CYCLES_FOR_PARALLEL_CPU_KERNEL = 6 * 10**4
 KERNEL_PROTOTYPE = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)
 
 
 class Recorder(Protocol):
-    """An object that records the kernel calls of a pass (`infer.int8_cpu.recording.Recording`).
+    """An object that records the kernel calls of a forward pass, so that they can be replayed.
 
-    It records the calls that are made while it is the active recorder of a thread.
+    It records the calls of a thread while it is the active recorder of this thread. The
+    implementation is `infer.int8_cpu.recording.Recording`.
     """
 
     def allocate_tensor(
         self, shape: tuple[int, ...], dtype: torch.dtype, scratch: str | None
     ) -> torch.Tensor:
-        """Return an uninitialised tensor; see the function `allocate_tensor` of this module."""
+        """Return an uninitialised tensor in memory that belongs to the recording.
+
+        scratch: see the function `allocate_tensor` of this module
+        """
         ...
 
     def record_call(
@@ -52,19 +56,19 @@ class Recorder(Protocol):
         bind: Callable | None,
         inputs: tuple,
     ) -> None:
-        """Record a call.
+        """Record a call that was made during a forward pass.
 
         call: a function without arguments that repeats the call
         tensors: the tensors whose addresses are stored in the call
-        bind, inputs: `bind(*inputs)` sets the arguments of the call that depend on inputs of the
-            pass. It was already called for the recorded pass; a replay calls it with the inputs of
-            the new pass. None if no argument depends on such inputs.
+        bind: a function that sets the arguments of the call that differ between forward passes. A
+            replay calls it with the new values of `inputs`. None if there are no such arguments.
+        inputs: the arguments of `bind` in the recorded forward pass
         """
         ...
 
 
 class ActiveRecorder(threading.local):
-    """The recorder that is active in the current thread, or None."""
+    """Thread-local storage for the recorder that is active in the current thread, if any."""
 
     recorder: Recorder | None = None
 
@@ -73,14 +77,17 @@ ACTIVE_KERNEL_CALL_RECORDER = ActiveRecorder()
 
 
 class KernelArguments(ctypes.Structure):
-    """The structure with the arguments of a compiled kernel. Subclasses declare its `_fields_`."""
+    """A C structure with the arguments of a compiled kernel.
+
+    Each kernel has a subclass, whose `_fields_` are the arguments of the kernel.
+    """
 
     _fields_ = [("next_work_item", KERNEL_ARGUMENT_INTEGER_TYPE)]
 
     def __init__(self, **values: torch.Tensor | float | None) -> None:
-        """Set the fields with the given names. For a tensor its address is stored, and for None 0.
+        """Set the fields with the given names. A tensor is stored as its address, and None as 0.
 
-        References to the tensors are kept in `self.tensors`, so that their memory is not freed.
+        `self.tensors` keeps references to the tensors, so that their memory is not freed.
         """
         super().__init__()
         self.tensors: list[torch.Tensor] = []
@@ -94,11 +101,12 @@ class KernelArguments(ctypes.Structure):
 
 @dataclass(frozen=True)
 class KernelCall:
-    """A compiled function and its four int64 arguments. Calling this object calls the function."""
+    """A call of a compiled function with int64 arguments, which can be repeated."""
 
     function_address: int
     call_arguments: tuple[int, int, int, int]
-    kernel_arguments: KernelArguments  # the structure that `call_arguments` points to
+    # The structure whose address is one of the `call_arguments`. The reference keeps it in memory.
+    kernel_arguments: KernelArguments
 
     def __call__(self) -> None:
         self.kernel_arguments.next_work_item = 0
@@ -106,18 +114,19 @@ class KernelCall:
 
 
 def llvm_intrinsic(generator: Callable) -> Callable[..., Any]:
-    """Convert a generator of LLVM code to a function that compiled code can call.
+    """Convert a function that generates LLVM code to a function that compiled code can call.
 
-    This is numba's `intrinsic`. The function has the arguments of the generator except the first
-    one, `typing`.
+    This is numba's `intrinsic`, with a type annotation. The function returned has the arguments of
+    the generator, without the first argument `typing`.
     """
     return cast(Callable[..., Any], intrinsic(generator))
 
 
 def make_argument_reader(arguments_class: type[KernelArguments]) -> Callable[[int], Any]:
-    """Return a function, for use in compiled code, that reads the arguments at an address.
+    """Return a function that gives compiled code access to the arguments of a kernel.
 
-    The function returns an object that has the fields of the structure as attributes.
+    The function takes the address of a structure of type `arguments_class`. It returns an object
+    whose attributes are the fields of this structure.
     """
     fields = []
     for base in reversed(arguments_class.__mro__):
@@ -141,9 +150,9 @@ def make_argument_reader(arguments_class: type[KernelArguments]) -> Callable[[in
 
 
 def make_pointer_cast(number_type: types.Type) -> Callable[[int], Any]:
-    """Return a function, for use in compiled code, that converts an address to a typed pointer.
+    """Return a function with which compiled code converts an int64 address to a typed pointer.
 
-    number_type: type of the numbers that the pointer points to
+    number_type: type of the numbers in memory at the address
     """
 
     @llvm_intrinsic
@@ -162,9 +171,11 @@ int64_pointer = make_pointer_cast(types.int64)
 
 @llvm_intrinsic
 def claim_work_item(typing, address):
-    """Return the counter of work items at an address, and increment it atomically.
+    """Return the index of the next work item, which the calling thread must then compute.
 
-    The value returned is the index of the work item that the calling thread must compute.
+    address: address of the kernel's arguments, which begin with the work item counter
+
+    The counter is incremented atomically.
     """
 
     def generate(context, builder, signature, values):
@@ -178,8 +189,8 @@ def claim_work_item(typing, address):
 def find_openmp_parallel() -> int:
     """Return the address of the libgomp function `GOMP_parallel`, or 0 if libgomp is not loaded.
 
-    `GOMP_parallel` runs a function on several threads. These are the same threads that PyTorch uses
-    for matmuls. libgomp is not loaded if PyTorch uses another OpenMP library.
+    `GOMP_parallel` runs a function on several threads, the same that PyTorch uses for matmuls.
+    libgomp is not loaded if PyTorch uses another OpenMP library.
     """
     function = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
     if function is None:
@@ -187,8 +198,8 @@ def find_openmp_parallel() -> int:
     return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
-get_kernel_address = cache(c_function_address)  # compiled function -> address
-get_kernel_function = cache(KERNEL_PROTOTYPE)  # address -> function that Python can call
+get_kernel_address = cache(c_function_address)  # returns the address of a compiled function
+get_kernel_function = cache(KERNEL_PROTOTYPE)  # makes the function at an address callable
 
 
 def launch_kernel(
@@ -199,11 +210,12 @@ def launch_kernel(
     bind: Callable | None = None,
     inputs: tuple = (),
 ) -> None:
-    """Run a compiled kernel over its work items, and record the call if a recorder is active.
+    """Run a compiled kernel, and record the call if a recorder is active in this thread.
 
-    cycles: estimated number of CPU cycles that the kernel takes on one thread. If there are more
-        than MIN_CYCLES_FOR_PARALLEL_CPU_KERNEL, several threads are used. The results do not depend
-        on the number of threads.
+    work_items: number of parts into which the kernel divides its work
+    cycles: estimated number of CPU cycles that the kernel takes on one thread. If it is larger than
+        MIN_CYCLES_FOR_PARALLEL_CPU_KERNEL, several threads are used. The results do not depend on
+        the number of threads.
     bind, inputs: see `Recorder.record_call`
     """
     address = get_kernel_address(kernel)
@@ -223,9 +235,9 @@ def run_and_record(
     bind: Callable | None = None,
     inputs: tuple = (),
 ) -> None:
-    """Make a call, and record it if a recorder is active.
+    """Make a call, and record it if a recorder is active in this thread.
 
-    `Recorder.record_call` explains the arguments.
+    call, tensors, bind, inputs: see `Recorder.record_call`
     """
     call()
     if ACTIVE_KERNEL_CALL_RECORDER.recorder is not None:
@@ -235,10 +247,12 @@ def run_and_record(
 def allocate_tensor(
     shape: tuple[int, ...], dtype: torch.dtype = torch.float32, scratch: str | None = None
 ) -> torch.Tensor:
-    """Return an uninitialised tensor, from the memory of the active recorder if there is one.
+    """Return an uninitialised tensor.
 
-    scratch: None for the result of an operation; a name for memory that is only used within an
-        operation. A recorder uses the same memory for all scratch tensors of the same name.
+    If a recorder is active in this thread, the tensor is in memory that belongs to the recording.
+
+    scratch: None for the result of an operation; a name for a tensor that is only used within an
+        operation. A recording uses the same memory for all scratch tensors of the same name.
     """
     if ACTIVE_KERNEL_CALL_RECORDER.recorder is not None:
         return ACTIVE_KERNEL_CALL_RECORDER.recorder.allocate_tensor(shape, dtype, scratch)

@@ -1,7 +1,4 @@
-"""Weights and activation functions in the form that the operations of `infer.kernels` read.
-
-Dimensions: D hidden size or input size, O output size, L layers, E head size.
-"""
+"""Weights and activation functions, as arguments of the operations of `infer.kernels`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,9 +11,9 @@ import torch
 class RMSNormWeights:
     """The weight and epsilon of an RMS norm.
 
-    The weight has the shape (D,) for a norm of hidden states, and the shape (L, heads, E) for norms
-    of the query and key heads of L layers. For modules that multiply by 1 + weight (Gemma), it is
-    this sum in float32.
+    The weight of a norm of hidden states has the shape (hidden size,). The weight of norms of query
+    and key heads has the shape (layers, heads, head size). Some modules (Gemma) multiply by
+    1 + weight; for these modules, `weight` here is 1 + weight in float32.
     """
 
     weight: torch.Tensor
@@ -33,16 +30,16 @@ class RMSNormWeights:
 class LinearWeights:
     """The weight and bias of a linear layer."""
 
-    weight: torch.Tensor  # (D, O)
-    bias: torch.Tensor | None = None  # (O,)
+    weight: torch.Tensor  # (inputs, outputs), the transpose of nn.Linear.weight
+    bias: torch.Tensor | None = None  # (outputs,)
 
 
 @dataclass(frozen=True)
 class Activation:
     """The activation function of a gated MLP.
 
-    `coefficients` is (a, b) if the function has the form x * sigmoid(a * x + b * x^3), and None
-    otherwise. Compiled kernels can only compute functions of this form.
+    coefficients: (a, b) if the function is x * sigmoid(a * x + b * x^3), otherwise None. Compiled
+        kernels can only compute functions of this form.
     """
 
     function: Callable[[torch.Tensor], torch.Tensor]

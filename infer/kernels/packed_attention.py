@@ -1,10 +1,8 @@
-"""Attention of packed sequences on the CPU, with a backward pass.
+"""Attention of packed sequences on the CPU, with a backward pass, for training.
 
-It is used instead of FlexAttention, which has no backward pass on the CPU. The mask is divided into
-pieces (`MaskChunk`): consecutive queries, and the keys that at least one of them attends to.
-
-Dimensions: B batch rows, H query heads, K key heads, G query heads per key head (H / K), Q queries,
-P queries of a piece, E head size.
+FlexAttention has no backward pass on the CPU. This module divides the mask into pieces
+(`MaskChunk`). A piece has consecutive queries, and the keys that at least one of these queries
+attends to. Attention is computed for one piece after the other.
 """
 
 import torch
@@ -15,15 +13,15 @@ from infer.attention.masks import AttentionMask, MaskChunk
 
 
 class _PieceAttention(torch.autograd.Function):
-    """Attention under a mask that is divided into pieces.
+    """Attention with a mask that is divided into pieces.
 
-    The attention weights are not saved for the backward pass. The backward pass computes them again
-    for one piece after the other.
+    A piece has consecutive queries, and the keys that they attend to. To save memory, the attention
+    weights are not saved for the backward pass, which computes them again for each piece.
     """
 
     @staticmethod
     def forward(ctx, q, k, v, pieces: list[MaskChunk], scale: float):
-        out = torch.empty_like(q)  # (B, H, Q, E)
+        out = torch.empty_like(q)  # (batch rows, query heads, queries, head size)
         for piece in pieces:
             piece_index = (
                 slice(piece.batch_row, piece.batch_row + 1),
@@ -52,11 +50,13 @@ class _PieceAttention(torch.autograd.Function):
         grad_q = torch.zeros_like(q)
         grad_k = torch.zeros_like(k)
         grad_v = torch.zeros_like(v)
-        delta = (grad_out * out).sum(-1, keepdim=True)  # (B, H, Q, 1)
+        # (batch rows, query heads, queries, 1): the sum of weights * grad_weights, as in
+        # FlashAttention.
+        delta = (grad_out * out).sum(-1, keepdim=True)
         grouped_heads = (k.shape[1], -1)
 
         for piece in ctx.pieces:
-            keys = piece.gather(k)  # (K, keys, E)
+            keys = piece.gather(k)  # (key heads, keys, head size)
             values = piece.gather(v)
             packed = (
                 states[piece.batch_row, :, piece.query_slice]
@@ -64,11 +64,11 @@ class _PieceAttention(torch.autograd.Function):
                 .flatten(1, 2)
                 for states in (q, grad_out, delta)
             )
-            queries, piece_grad_out, piece_delta = (
-                packed  # (K, G * P, E), (K, G * P, E), (K, G * P, 1)
-            )
+            # The second axis has the queries of all query heads that share a key head.
+            queries, piece_grad_out, piece_delta = packed
 
-            scores = (queries @ keys.mT).mul_(ctx.scale)  # (K, G * P, keys)
+            # (key heads, query heads per key head * queries, keys)
+            scores = (queries @ keys.mT).mul_(ctx.scale)
             scores.unflatten(1, (-1, len(piece.additive_mask))).add_(piece.additive_mask)
             weights = torch.softmax(scores, -1, out=scores)
             grad_scores = (piece_grad_out @ values.mT).sub_(piece_delta).mul_(weights)
@@ -85,10 +85,13 @@ class _PieceAttention(torch.autograd.Function):
 def attend_pieces(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask, scale: float
 ) -> torch.Tensor:
-    """Compute the attention of queries `q` (B, H, Q, E), one piece of the mask after the other.
+    """Compute attention for one piece of the mask after the other.
+
+    q: queries (batch rows, query heads, queries, head size)
+    k, v: keys and values (batch rows, key heads, keys, head size)
 
     Inputs in a lower precision are converted to float32, which does not make attention slower on a
-    CPU. The result (B, H, Q, E) has the dtype of the values `v`.
+    CPU. The result has the shape of the queries and the dtype of the values.
     """
     upcast = (states.to(torch.promote_types(states.dtype, torch.float32)) for states in (q, k, v))
     return _PieceAttention.apply(*upcast, mask.chunks, scale).to(v.dtype)

@@ -2,10 +2,6 @@
 
 Fast versions are validated against these functions. If a device has no fast version of an
 operation, the reference is used.
-
-Dimensions: N positions of all batch rows, B batch rows, Q new positions per batch row, D hidden
-size, I MLP size, O output size, L layers, H query heads, K key/value heads, G query heads per key
-head (H / K), E head size, R rotated features of a head, S cached positions.
 """
 
 from collections.abc import Callable
@@ -18,16 +14,17 @@ from infer.attention.masks import AttentionMask
 from infer.kernels.operands import Activation, LinearWeights, RMSNormWeights
 from infer.kernels.packed_attention import attend_pieces
 
-# Cosines and sines of the rotary angles, (N, 1, R) each. The first half of the sines is negated, so
-# that transformers' `rotate_half` becomes a roll without a change of sign.
+# Cosines and sines of the rotary (RoPE) angles, each of shape (positions, 1, rotated features of a
+# head). The first half of the sines is negated. In transformers, `rotate_half` negates half of the
+# features instead.
 Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
 def rms_norm(states: torch.Tensor, norm: RMSNormWeights) -> torch.Tensor:
-    """Return the RMS norm of hidden states or of heads.
+    """Return the RMS norm of hidden states, or of query and key heads.
 
-    The weight of the norm has the shape (D,) for hidden states (..., D), and the shape
-    (L, heads, E) for heads (N, L, heads, E).
+    states: (..., hidden size), or (positions, layers, heads, head size)
+    norm: its weight has the shape (hidden size,), or (layers, heads, head size)
     """
     if norm.weight.ndim == 1 and norm.weight.dtype == states.dtype:
         return F.rms_norm(states, norm.weight.shape, norm.weight, norm.eps)
@@ -39,7 +36,10 @@ def rms_norm(states: torch.Tensor, norm: RMSNormWeights) -> torch.Tensor:
 def add_rms_norm(
     states: torch.Tensor, sublayer_output: torch.Tensor, norm: RMSNormWeights, scale: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sum `states + scale * sublayer_output` (N, D), and the RMS norm of the sum."""
+    """Return the sum `states + scale * sublayer_output`, and the RMS norm of the sum.
+
+    The shapes are (positions, hidden size).
+    """
     if scale != 1:
         sublayer_output = sublayer_output * scale
     summed = states + sublayer_output
@@ -47,16 +47,19 @@ def add_rms_norm(
 
 
 def linear(states: torch.Tensor, weights: LinearWeights) -> torch.Tensor:
-    """Return the outputs (N, O) of a linear layer for hidden states (N, D)."""
+    """Return the outputs of a linear layer, (positions, outputs).
+
+    states: (positions, inputs)
+    """
     if weights.bias is None:
         return states @ weights.weight
     return torch.addmm(weights.bias, states, weights.weight)
 
 
 def gated_activation(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """Return activation(gate) * up, (N, I).
+    """Return activation(gate) * up of a gated MLP, (positions, MLP size).
 
-    gate_up: (N, 2 * I), `gate` and `up` concatenated
+    gate_up: (positions, 2 * MLP size), `gate` and `up` concatenated
     """
     gate, up = gate_up.chunk(2, dim=-1)
     return activation.function(gate).mul_(up)
@@ -69,16 +72,17 @@ def qk_norm_rope_write(
     rotation: Rotation | None,
     layer_cache: LayerCacheView | PackedLayerView,
 ) -> torch.Tensor:
-    """Normalise and rotate queries and keys, and write keys and values to the cache.
+    """Normalise and rotate (RoPE) queries and keys, and write keys and values to the KV cache.
 
-    projected: (N, L, H + 2 * K, E), queries, keys and values of all heads; changed in place
+    projected: (positions, layers, query heads + 2 * key heads, head size), the projected queries,
+        keys and values; changed in place
     qk_norm: norm of the query and key heads; None for no norm
-    rotation: rotary angles; None for no rotation
-    layer_cache: the cache of the first of L layers; the caches of the other layers follow it
+    rotation: cosines and sines of the rotary angles; None for no rotation
+    layer_cache: the cache of the first layer; the caches of the other layers follow it in memory
 
-    Returns the queries (N, L * H, E). L is 1, except for the context features of a drafter, whose
-    keys and values are written for all layers of the drafter at once. Context features have no
-    queries (H is 0).
+    Returns the queries (positions, layers * query heads, head size). There is one layer, with one
+    exception: the keys and values of the target's hidden states that a drafter reads as context are
+    written for all layers of the drafter at once. In this case there are no query heads.
     """
     query_heads = projected.shape[2] - 2 * key_heads
     queries_keys = projected[:, :, : query_heads + key_heads]
@@ -99,9 +103,12 @@ def qk_norm_rope_write(
 def rotate_heads(
     states: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """Rotate the first R features of heads (N, L, heads, E), and write all features to `out`.
+    """Apply rotary embeddings (RoPE) to heads, and write the result to `out`.
 
-    cosines, sines: (N, 1, 1, R), see `Rotation`
+    states, out: (positions, layers, heads, head size)
+    cosines, sines: (positions, 1, 1, rotated features), see `Rotation`
+
+    Features after the rotated features are copied.
     """
     rotated_size = cosines.shape[-1]
     if rotated_size < states.shape[-1]:
@@ -118,20 +125,22 @@ def attention(
     mask: AttentionMask | torch.Tensor | None,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Return the attention of queries over keys and values (B, K, S, E).
+    """Return the attention of queries over keys and values, in the shape of the queries.
 
-    queries: (B, H, Q, E), or packed by key head, (B, K, G * Q, E). Both have the same numbers in
-        the same order. The result has the shape of the queries.
-    mask: an AttentionMask or a tensor (B, 1, Q, S). An AttentionMask that only consists of ranges
-        of keys (training) is evaluated in pieces (`infer.kernels.packed_attention`). An
-        AttentionMask over a cache (decoding) is converted to a tensor. A tensor, boolean or
-        additive, is passed to PyTorch's `scaled_dot_product_attention`.
-    scale: factor of the scores; None for 1 / sqrt(E)
+    queries: (B, query heads, new positions, head size); or packed by key head, (B, key heads, query
+        heads per key head * new positions, head size). Both have the same memory layout.
+    keys, values: (B, key heads, keys, head size)
+    mask: an AttentionMask; or a tensor (B, 1, new positions, keys), boolean or additive; or None
+    scale: factor of the scores; None for 1 / sqrt(head size)
+
+    In decoding, an AttentionMask over a cache is converted to a tensor. In training, an
+    AttentionMask allows ranges of keys, and attention is computed in pieces
+    (`infer.kernels.packed_attention`).
     """
     if not isinstance(mask, AttentionMask):
         if mask is not None and mask.dtype != torch.bool:
-            # On the CPU, scaled_dot_product_attention silently computes a wrong result if an
-            # additive mask has another dtype than the queries.
+            # If an additive mask does not have the dtype of the queries,
+            # scaled_dot_product_attention on the CPU returns a wrong result without an error.
             mask = mask.to(queries.dtype)
         return F.scaled_dot_product_attention(
             queries, keys, values, attn_mask=mask, scale=scale, enable_gqa=True
@@ -152,15 +161,17 @@ def attention(
 
 
 def unpack_queries(queries: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
-    """Reshape queries to (B, H, Q, E), whether or not they are packed by key head."""
+    """Reshape queries, packed by key head or not, to (B, query heads, new positions, head size)."""
     new_positions = mask.key_ranges[0][0].shape[1]
     return queries.reshape(len(queries), -1, new_positions, queries.shape[-1])
 
 
 def pack_queries(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Reshape queries to (B, K, G * Q, E), whether or not they are packed by key head.
+    """Pack queries by key head, unless they are packed already.
 
-    keys: (B, K, S, E)
+    keys: (B, key heads, keys, head size)
+
+    Returns (B, key heads, query heads per key head * new positions, head size).
     """
     batch_rows, key_heads, _, head_size = keys.shape
     return queries.reshape(batch_rows, key_heads, -1, head_size)
@@ -172,9 +183,11 @@ def attend(
     mask: AttentionMask,
     scale: float,
 ) -> torch.Tensor:
-    """Return the attention (N, H * E) of new positions over a layer of a cache.
+    """Return the attention of new positions over a layer of a KV cache.
 
-    queries: (N, H, E)
+    queries: (positions, query heads, head size)
+
+    Returns (positions, query heads * head size).
     """
     return attend_with(attention, queries, layer_cache, mask, scale)
 
@@ -186,7 +199,7 @@ def attend_with(
     mask: AttentionMask,
     scale: float,
 ) -> torch.Tensor:
-    """Implement `attend` with the given implementation of `attention`."""
+    """Implement `attend` by a call of `attention_function`, an implementation of `attention`."""
     rows = layer_cache.batch_size
     width = layer_cache.query_length
     keys = layer_cache.keys
@@ -194,12 +207,17 @@ def attend_with(
     assert keys is not None
     assert values is not None
     grouped = queries.view(rows, width, keys.shape[1], -1, queries.shape[-1])
-    grouped = grouped.permute(0, 2, 3, 1, 4)  # (B, K, G, Q, E)
-    packed = grouped.flatten(2, 3)  # (B, K, G * Q, E)
+    # (batch rows, key heads, query heads per key head, new positions, head size)
+    grouped = grouped.permute(0, 2, 3, 1, 4)
+    packed = grouped.flatten(2, 3)
     attended = attention_function(packed, keys, values, mask, scale).view(grouped.shape)
     return attended.permute(0, 3, 1, 2, 4).reshape(rows * width, -1)
 
 
 def argmax_head(states: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Return the token ids (...) with the largest logit, for final hidden states (..., D)."""
+    """Return the token id with the largest logit for each position.
+
+    states: final hidden states (..., hidden size)
+    head: function that returns the logits (..., vocabulary size)
+    """
     return head(states.contiguous()).argmax(-1)

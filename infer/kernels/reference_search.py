@@ -1,15 +1,12 @@
-"""The search for the most probable prefixes, level by level, in tensor operations of fixed shapes.
+"""The search for the nodes of a draft tree, one depth after the other, in PyTorch operations.
 
-It is the reference of the operation `best_first_search`. It is also the only search that supports
-recurrent conditional heads, because it keeps the recurrent state of each prefix.
+The search finds the most probable prefixes. It is the reference of the operation
+`best_first_search`. It is also the only search that supports recurrent conditional heads, because
+it keeps the recurrent state of each prefix.
 
-Of prefixes with equal scores, the shorter prefix comes first. Of those with the same length, the
-one whose parent comes first does. Of those with the same parent, the one whose last token has the
-higher conditional log-probability does, and finally the one whose candidate has the lower index.
-
-Dimensions: B batch rows, L drafted positions, M candidates per position, R rows of a conditional
-table per position (M, or 1 if a position does not depend on the candidate before it), N drafted
-nodes, P prefixes, S size of a recurrent state.
+Of prefixes with equal scores, the one with the smaller depth comes first, then the one whose parent
+comes first, then the one whose last token has the higher log-probability after its parent, and then
+the one whose last token has the lower index among the candidates.
 """
 
 from typing import NamedTuple, Protocol, cast
@@ -18,49 +15,61 @@ import torch
 
 
 class DraftNodes(NamedTuple):
-    """The drafted nodes of B draft trees, numbered from 1. The root, node 0, is not included."""
+    """The drafted nodes of the draft trees of a batch. They are numbered from 1; the root is 0."""
 
-    tokens: torch.Tensor  # (B, N) int64
-    parents: torch.Tensor  # (B, N) int64, node number of the parent
-    depths: torch.Tensor  # (B, N) int64
-    log_probs: torch.Tensor  # (B, N), log-probability of the prefix that ends at the node
+    tokens: torch.Tensor  # (batch rows, drafted nodes) int64
+    parents: torch.Tensor  # (batch rows, drafted nodes) int64: node number of the parent
+    depths: torch.Tensor  # (batch rows, drafted nodes) int64: 1 for children of the root
+    # (batch rows, drafted nodes): log-probability of the prefix that ends at the node.
+    log_probs: torch.Tensor
 
 
 class CandidateTables(Protocol):
-    """A drafter's distributions over M candidates per position (`infer.trees.tree.Conditionals`).
+    """A drafter's candidate tokens for each position, and their log-probabilities.
 
-    recurrent: whether the candidates are of a recurrent conditional head (`RecurrentCandidates`)
+    This is the part of `infer.trees.tree.Conditionals` that a search reads.
+
+    recurrent: whether the drafter has a recurrent conditional head, see `RecurrentCandidates`
     """
 
     recurrent: bool
-    tokens: torch.Tensor  # (B, L, M)
+    tokens: torch.Tensor  # (batch rows, drafted positions, candidates)
 
     @property
     def table(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The log-probabilities of the candidates that the drafter predicts.
+        """The log-probabilities of all candidates.
 
-        The shapes are (B, M) for the first position and (B, L - 1, R, M) for the other positions.
-        Row r of a position is for candidate r of the position before it.
+        The first tensor is for the first position and has the shape (B, candidates). The second
+        tensor is for the other positions and has the shape (B, positions - 1, previous candidates,
+        candidates). The size of its third axis is 1 if the log-probabilities do not depend on the
+        previous candidate.
         """
         ...
 
 
 class RecurrentCandidates(CandidateTables, Protocol):
-    """Candidates of a recurrent conditional head.
+    """Candidates of a recurrent conditional head, whose predictions depend on the whole prefix.
 
-    The distribution at a position depends on all tokens of the prefix, so there is no table.
+    A table of the log-probabilities would be too large, so methods compute them.
     """
 
     def begin(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the log-probabilities (B, 1, M) of slot 0, and the recurrent state (B, 1, S)."""
+        """Return the log-probabilities of the first position, and the initial recurrent state.
+
+        The shapes are (B, 1, candidates) and (B, 1, state size).
+        """
         ...
 
     def extend(
         self, slot: int, last_candidates: torch.Tensor, recurrent_state: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the log-probabilities (B, P, M) of a slot, and the new recurrent states (B, P, S).
+        """Return the log-probabilities of a position after each prefix, and the head's new state.
 
-        last_candidates: (B, P), index of the candidate with which each prefix ends
+        slot: index of the drafted position
+        last_candidates: (B, prefixes), index of the candidate with which each prefix ends
+        recurrent_state: (B, prefixes, state size), the state before these candidates
+
+        The log-probabilities have the shape (B, prefixes, candidates).
         """
         ...
 
@@ -68,17 +77,16 @@ class RecurrentCandidates(CandidateTables, Protocol):
 def replace_nan_log_probs(log_q: torch.Tensor) -> torch.Tensor:
     """Replace NaN in log-probabilities by minus infinity.
 
-    A search needs log-probabilities that can be ordered. With this replacement, a drafter that
-    returns NaN drafts badly but the output of the target stays correct.
+    NaN would break the order of the scores. With this replacement, a drafter that returns NaN
+    drafts badly, but the search does not fail.
     """
     return log_q.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
 
 
 def count_tree_nodes(length: int, candidates_per_position: int, budget: int) -> int:
-    """Return the number of drafted nodes of a tree.
+    """Return the number of drafted nodes of a tree, at most the node budget.
 
-    This is the node budget, or the number of all possible prefixes of up to `length` positions if
-    there are fewer of them.
+    It is smaller than the node budget if there are fewer prefixes of up to `length` candidates.
     """
     total = 0
     level_nodes = 1
@@ -89,38 +97,40 @@ def count_tree_nodes(length: int, candidates_per_position: int, budget: int) -> 
 
 
 def stack_log_prob_tables(candidates: CandidateTables) -> torch.Tensor:
-    """Return all log-probabilities of candidates as one float32 table (B, 1 + (L - 1) * R, M).
+    """Return the log-probabilities of all candidates as one table, (B, rows, candidates) float32.
 
-    Row 0 is for position 0. Row 1 + (k - 1) * R + r is for position k if candidate r was chosen at
-    the position before it. If R is 1, row k is for position k after any candidate.
+    Row 0 is for position 0. Each other position has R rows. Row 1 + (k - 1) * R + r is for position
+    k if candidate r was chosen at position k - 1. R is the number of candidates, or 1 if the
+    log-probabilities do not depend on the previous candidate.
     """
     first, others = candidates.table
     return torch.cat([first[:, None], others.flatten(1, 2)], 1).float()
 
 
 def search_tree_by_depth(candidates: CandidateTables, budget: int) -> DraftNodes:
-    """Find the `budget` most probable prefixes, level by level, on the device of the candidates.
+    """Return the `budget` most probable prefixes of each batch row, as nodes of draft trees.
 
-    At each level, the best `budget` prefixes of the level before are extended by all candidates,
-    and the best `budget` of the extended prefixes are kept. At the end the best `budget` prefixes
-    of all levels are returned. The result is exact, because a prefix is never more probable than
-    its parent. Sorting is stable, so prefixes with equal scores keep their order.
+    At each depth, all candidates are appended to the best `budget` prefixes of the previous depth,
+    and the best `budget` of the new prefixes are kept. At the end the best `budget` prefixes of all
+    depths are returned. The result is exact, because a prefix is never more probable than its
+    parent.
     """
     rows, length, num_candidates = candidates.tokens.shape
     scores = torch.zeros(rows, 1, device=candidates.tokens.device)
     levels = []
-    num_prefixes = 0  # of all levels so far
+    num_prefixes = 0  # number of prefixes in `levels` per batch row
     recurrent_state = None
-    # (B, P), the index of the last candidate of each prefix
+    # (batch rows, prefixes): the index of the last candidate of each prefix.
     last_candidates = torch.zeros_like(scores, dtype=torch.long)
 
     for slot in range(length):
         log_q, recurrent_state = compute_slot_log_probs(
             candidates, slot, last_candidates, recurrent_state
         )
-        extended = (scores[:, :, None] + replace_nan_log_probs(log_q)).flatten(1)  # (B, P * M)
+        # (batch rows, prefixes * candidates)
+        extended = (scores[:, :, None] + replace_nan_log_probs(log_q)).flatten(1)
         scores, order = extended.sort(dim=1, descending=True, stable=True)
-        scores = scores[:, :budget]  # (B, P), of the new level
+        scores = scores[:, :budget]
         order = order[:, :budget]
         last_candidates = order % num_candidates
         parent = order // num_candidates
@@ -145,13 +155,14 @@ def compute_slot_log_probs(
     last_candidates: torch.Tensor,
     recurrent_state: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the log-probabilities of the candidates at a block slot, and the recurrent state.
+    """Return candidates' log-probabilities at a position after each prefix, and the head's state.
 
-    last_candidates: (B, P), index of the candidate with which each prefix ends
-    recurrent_state: (B, P, S) of a recurrent conditional head; None for other drafters
+    slot: index of the drafted position
+    last_candidates: (B, prefixes), index of the candidate with which each prefix ends
+    recurrent_state: (B, prefixes, state size) for a recurrent conditional head, otherwise None
 
-    The log-probabilities have the shape (B, P, M), and (B, 1, M) at slot 0. The recurrent state is
-    None if the candidates are not recurrent.
+    The log-probabilities have the shape (B, prefixes, candidates). The number of prefixes is 1 at
+    position 0. The new state of the head is None if the head is not recurrent.
     """
     if candidates.recurrent:
         recurrent_candidates = cast(RecurrentCandidates, candidates)
@@ -162,19 +173,20 @@ def compute_slot_log_probs(
     first, others = candidates.table
     if slot == 0:
         return first[:, None], None
-    table_rows = last_candidates.clamp(max=others.shape[2] - 1)[..., None]  # all 0 if R is 1
+    table_rows = last_candidates.clamp(max=others.shape[2] - 1)[..., None]
     return others[:, slot - 1].gather(1, table_rows.expand(-1, -1, others.shape[3])), None
 
 
 def select_best_nodes(levels: list[tuple[torch.Tensor, ...]], budget: int) -> DraftNodes:
-    """Return the `budget` prefixes with the highest scores of all levels, the highest first.
+    """Return the `budget` prefixes with the highest scores of all depths, in descending order.
 
-    levels: for each depth a tuple (scores, tokens, parents, depths) of tensors (B, P), the highest
-        scores first. A parent is an index among the prefixes of all levels, or -1 for the root.
+    levels: for each depth a tuple (scores, tokens, parents, depths) of tensors (B, prefixes), in
+        descending order of scores. A parent is an index among the prefixes of all depths, or -1 for
+        the root.
     """
     scores, tokens, parents, depths = (torch.cat(column, 1) for column in zip(*levels, strict=True))
     order = scores.sort(dim=1, descending=True, stable=True).indices
-    # The node number of each prefix is its rank + 1; the root is node 0.
+    # The node number of a prefix is its position in the sorted order plus 1; the root is node 0.
     node_numbers = order.argsort(1) + 1
 
     order = order[:, :budget]

@@ -1,7 +1,4 @@
-"""The table of operations: which implementation of each operation runs on a device.
-
-Fast versions are selected in this module only.
-"""
+"""Select the implementation of each operation for a device: a fast version or the reference."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -14,14 +11,14 @@ import torch
 from infer.kernels import reference
 from infer.kernels.reference_search import search_tree_by_depth
 
-# A function of an implementation of an operation and a device. It runs the implementation on the
-# device, and returns a description of how the results differ from the reference, or "".
+# A function (implementation of an operation, device) -> str. It runs the implementation on the
+# device. It returns how the results differ from those of the reference, or "" if they agree.
 OperationCheck = Callable[[Callable, torch.device], str]
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """One implementation of every operation. `infer.kernels.reference` explains the operations."""
+    """An implementation of each operation. `infer.kernels.reference` defines the operations."""
 
     rms_norm: Callable
     add_rms_norm: Callable
@@ -32,24 +29,24 @@ class Kernels:
     linear: Callable
     argmax_head: Callable
     best_first_search: Callable
-    # Whether the batch rows of a pass may have different numbers of new positions.
+    # Whether the batch rows of a forward pass may have different numbers of new positions.
     supports_ragged: bool = False
-    # "module:class" of the decoder that records passes. It is used instead of `KernelDecoder` if
-    # all layers can be recorded.
+    # "module:class" of a decoder that records and replays forward passes, or None. It is used
+    # instead of `KernelDecoder` if all layers of a model can be recorded.
     recording_decoder: str | None = None
 
 
 @dataclass(frozen=True)
 class FastKernels:
-    """The fast versions of some operations for one device and dtype of weights."""
+    """Fast versions of operations for one device type and dtype of weights."""
 
     # Key: name of an operation, which is a field of `Kernels`. Value: its fast version.
     operations: Mapping[str, Callable]
-    # Key: name of an operation. Value: a check that is used instead of that in
-    # `infer.kernels.validation`.
+    # Key: name of an operation. Value: the check of its fast version. Operations that are not in
+    # this dict are checked by `infer.kernels.validation`.
     checks: Mapping[str, OperationCheck] = field(default_factory=dict)
-    # Values of the fields of `Kernels` that are no operations. They are only set if all fast
-    # versions pass their checks.
+    # Key: name of a field of `Kernels` that is not an operation. Value: the value of the field, set
+    # only if all fast versions pass their checks.
     features: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -65,23 +62,24 @@ REFERENCE_KERNELS = Kernels(
     best_first_search=search_tree_by_depth,
 )
 
-# Key: device type, and dtype of the weights (None means any dtype). Value: "module:name" of a
-# `FastKernels` object. The dtype torch.int8 means quantised weights with activations in float32.
+# Key: (device type, dtype of the weights); None means any dtype, and torch.int8 means quantised
+# weights with float32 activations. Value: "module:name" of a `FastKernels` object.
 FAST_KERNELS = {
     ("cuda", None): "infer.kernels.cuda:CUDA_FAST_KERNEL_TABLE",
     ("cpu", torch.float32): "infer.kernels.cpu:CPU_FAST_KERNEL_TABLE",
     ("cpu", torch.int8): "infer.int8_cpu.kernels:CPU_INT8_FAST_KERNEL_TABLE",
 }
 
-# Key: value of FAST_KERNELS, device type and device index. Value: kernels that were validated. A
-# dict is used instead of functools.cache, because torch.compile would trace into a cached function.
+# Key: (a value of FAST_KERNELS, device type, device index). Value: the validated kernels. This is
+# not a functools.cache, because torch.compile would trace into a cached function.
 VALIDATED_KERNELS: dict[tuple[str, str, int | None], Kernels] = {}
 
 
 def select_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
-    """Return the implementations of all operations for a device and a dtype of weights.
+    """Return an implementation of each operation for a device and a dtype of weights.
 
-    The dtype torch.int8 means quantised weights. Fast versions are validated on the first call.
+    The dtype torch.int8 means quantised weights. Fast versions are checked against the reference on
+    the first call.
     """
     import_path = FAST_KERNELS.get((device.type, dtype)) or FAST_KERNELS.get((device.type, None))
     if import_path is None:
@@ -93,19 +91,19 @@ def select_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
 
 
 def load_validated_kernels(import_path: str, device: torch.device) -> Kernels:
-    """Import fast versions of operations, and check them.
+    """Import fast versions of operations, and check them against the reference.
 
-    Returns the fast versions that pass their checks, and the reference of all other operations. A
-    warning is issued for each fast version that does not pass its check.
+    import_path: "module:name" of a `FastKernels` object
 
-    import_path: value of FAST_KERNELS
+    Returns the fast versions that pass their checks, and the reference of all other operations.
+    Warns about each fast version that does not pass its check.
     """
     from infer.kernels.validation import KERNEL_CHECKS_BY_OPERATION
 
     try:
         fast_kernels: FastKernels = resolve_name(import_path)
     except ModuleNotFoundError as error:
-        if error.name == "triton":  # some builds of PyTorch come without Triton
+        if error.name == "triton":  # not every PyTorch build includes Triton
             return REFERENCE_KERNELS
         raise
 
@@ -115,8 +113,8 @@ def load_validated_kernels(import_path: str, device: torch.device) -> Kernels:
         reason = run_check(checks[name], operation, device)
         if reason:
             warnings.warn(
-                f"the reference of {name} is used, because its fast version in {import_path} "
-                f"failed its check: {reason}",
+                f"the reference of {name} is used, which is slower but correct, because the fast "
+                f"version in {import_path} failed its check: {reason}",
                 stacklevel=2,
             )
         else:
@@ -129,8 +127,8 @@ def load_validated_kernels(import_path: str, device: torch.device) -> Kernels:
 
 
 def run_check(check: OperationCheck, operation: Callable, device: torch.device) -> str:
-    """Run the check of a fast version. Return "" if it passes, otherwise why it fails."""
+    """Check a fast version of an operation. Return "" if it passes, otherwise why it failed."""
     try:
         return check(operation, device)
-    except Exception as error:  # for example no C compiler, or an unsupported GPU
+    except Exception as error:  # for example if there is no C compiler or the GPU is unsupported
         return str(error) or type(error).__name__

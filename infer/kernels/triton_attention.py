@@ -1,14 +1,13 @@
-"""Triton kernels for the attention of draft-tree nodes over a cache.
+"""Triton kernels for the attention of draft-tree nodes over a KV cache.
 
-The number of cached positions of each batch row is only known on the GPU. Keys and values are read
-once for all query heads that share them, and only up to the length of the batch row. Of the mask,
-only the part between the new positions is stored in memory. A program of the first kernel computes
-a tile of queries over a part of the keys, called a split (as in FlashDecoding). The second kernel
-combines the results of the splits. Compiled kernels and launch grids do not depend on the lengths,
-so both kernels can be recorded in a CUDA graph.
+Keys and values are read once for all query heads that share them. For each batch row, they are read
+only up to the last node. The number of cached positions of a batch row is read from GPU memory. The
+mask between the nodes is stored in memory. The mask of the cached positions is computed from the
+first position that each query attends to.
 
-Dimensions: B batch rows, K key/value heads, G query heads per key head, Q new positions (nodes of a
-draft tree), S cache capacity, E head size.
+As in FlashDecoding, the keys are divided into splits. A program of the first kernel computes a tile
+of queries over one split. The second kernel combines the results of the splits. Launch grids do not
+depend on the number of cached positions, so both kernels can be recorded in a CUDA graph.
 """
 
 import torch
@@ -17,10 +16,12 @@ import triton.language as tl  # ty: ignore[import-not-found]
 
 from infer.attention.masks import AttentionMask
 
-# Number of programs to launch: two for each of the 132 multiprocessors of an H200.
+# The keys are divided into splits until there are about this many programs: two for each of the 132
+# multiprocessors of an H200.
 WANTED_TRITON_ATTENTION_PROGRAMS = 264
 MAX_TRITON_ATTENTION_KEY_SPLITS = 32
-MAX_TRITON_ATTENTION_KEY_TILE_BYTES = 2**15  # larger tiles of keys do not fit in shared memory
+# Larger tiles of keys do not fit in shared memory.
+MAX_TRITON_ATTENTION_KEY_TILE_BYTES = 2**15
 
 
 @triton.jit(do_not_specialize=["num_nodes", "num_queries", "key_splits", "tree_mask_stride"])
@@ -30,7 +31,7 @@ def _attend_split(
     row_stride, head_stride, slot_stride, tree_mask_stride, E: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # `head` is an index over the key heads of all batch rows: row * key_heads + key head.
+    # `head` is the index of a key head among the key heads of all batch rows.
     head = tl.program_id(0)
     split = tl.program_id(2)
     row = head // key_heads
@@ -57,12 +58,12 @@ def _attend_split(
     for tile_start in range(key_start, key_end, BLOCK_K):
         slot = tile_start + tl.arange(0, BLOCK_K)
         is_key = slot < key_end
-        key_node = slot - cache_length  # node in the slot; negative for a cached position
+        key_node = slot - cache_length  # node whose key is in the slot; negative if cached
         offset = head_offset + slot[:, None] * slot_stride + feature
         k = tl.load(key + offset, mask=is_key[:, None] & is_feature, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         visible = is_key & (key_node < 0) & (slot >= first_slot[:, None])
-        if tile_start + BLOCK_K > cache_length:  # the tile contains new positions
+        if tile_start + BLOCK_K > cache_length:  # true if the tile contains keys of nodes
             is_node_pair = is_query[:, None] & is_key & (key_node >= 0)
             pair_pointers = (
                 tree_mask + row * tree_mask_stride + node[:, None] * num_nodes + key_node
@@ -126,11 +127,11 @@ def tree_attention(
     mask: AttentionMask,
     scale: float,
 ) -> torch.Tensor:
-    """Return the attention of draft-tree nodes over a cache, (B, K, G * Q, E).
+    """Return the attention of draft-tree nodes over a KV cache, in the shape of the queries.
 
-    queries: (B, K, G * Q, E), packed by key head
-    keys, values: (B, K, S, E), views of a cache
-    mask: a mask of `infer.attention.masks.build_tree_mask`
+    queries: (B, key heads, query heads per key head * nodes, head size)
+    keys, values: (B, key heads, cache capacity, head size), views of a cache
+    mask: a mask from `infer.attention.masks.build_tree_mask`
     """
     rows, heads, num_queries, head_size = queries.shape
     tree_mask = mask.new_key_mask
@@ -140,7 +141,7 @@ def tree_attention(
     assert tree_mask.stride()[1:] == (num_nodes, 1)
     queries = queries.contiguous()
 
-    # These tile sizes of queries and keys were the fastest on an H200 (docs/results/gpu.md).
+    # These tile sizes, in queries and keys, were the fastest on an H200 (docs/results/gpu.md).
     if num_queries <= 16:
         block_q = 16
         block_k = 64
@@ -162,7 +163,7 @@ def tree_attention(
 
     split_shape = (rows * heads, key_splits, num_queries)
     partial_out = queries.new_empty(*split_shape, head_size, dtype=torch.float32)
-    # For each split and query: the maximum score, and the sum of the weights.
+    # For each split and query: the maximum score, and the sum of e^(score - maximum score).
     partial_stats = queries.new_empty(*split_shape, 2, dtype=torch.float32)
     tree_mask_stride = tree_mask.stride(0) if len(tree_mask) > 1 else 0
     precision = "ieee" if queries.dtype == torch.float32 else "tf32"

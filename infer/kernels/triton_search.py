@@ -1,10 +1,9 @@
-"""The best-first search for the most probable prefixes on a GPU, in one launch of a Triton kernel.
+"""The best-first search for the nodes of a draft tree on a GPU, in one launch of a Triton kernel.
 
-The algorithm is that of `infer.kernels.cpu_search.search_tree`. Each program searches the tree of
-one batch row. The entry of a node in the frontier is its best child that is not in the tree yet.
-Each step adds the best entry to the tree.
-
-Dimension: M candidates per position.
+Each program searches the tree of one batch row. For each node of the tree, it stores the node's
+best child that is not in the tree yet, called the node's entry. All entries together are the
+frontier. Each step adds the best entry to the tree. The CPU version of the algorithm is
+`infer.kernels.cpu_search.search_tree`.
 """
 
 import torch
@@ -24,12 +23,12 @@ from infer.kernels.reference_search import (
 def _find_next_best(
     log_q, parent_score, previous_score, previous_index, num_candidates, BLOCK_M: tl.constexpr
 ):
-    """Return the score and index of the child that follows the previous child in order of score.
+    """Return the score and index of the child that comes after the previous child.
 
-    Scores are in descending order; of children with equal scores, the one with the lower index
-    comes first. The index returned is BLOCK_M if no child follows.
+    Children are ordered from the highest score to the lowest. Of children with equal scores, the
+    one with the lower index comes first. The index returned is BLOCK_M if no child is left.
 
-    log_q: pointer to the (M,) log-probabilities of the children given the parent
+    log_q: pointer to the log-probabilities of the children given the parent, one for each candidate
     """
     index = tl.arange(0, BLOCK_M)
     log_q_values = tl.load(log_q + index, mask=index < num_candidates, other=-float("inf"))
@@ -52,12 +51,12 @@ def _search_tree(
     entry = tl.arange(0, BLOCK_N)
     zero = tl.zeros([BLOCK_N], tl.int32)
     best, best_index = _find_next_best(table, 0.0, float("inf"), -1, num_candidates, BLOCK_M)
-    # For each node, its entry in the frontier: score, candidate and depth. The depth is 0 if the
-    # node does not exist yet, or if all its children are in the tree.
+    # For each node, its best child that is not in the tree yet: score, candidate index and depth.
+    # The depth is 0 if the node does not exist yet, or if all its children are in the tree.
     entry_score = tl.where(entry == 0, best, -float("inf"))
     entry_candidate = tl.where(entry == 0, best_index, zero)
     entry_depth = tl.where(entry == 0, 1, zero)
-    # For each node, the table row of its children, and its score.
+    # For each node, the row of `table` with the log-probabilities of its children, and its score.
     child_row = zero
     node_score = tl.zeros([BLOCK_N], tl.float32)
     for node in range(1, budget + 1):
@@ -80,7 +79,7 @@ def _search_tree(
         tl.store(parents + out_index, parent.to(tl.int64))
         tl.store(depths + out_index, depth.to(tl.int64))
         tl.store(scores + out_index, score)
-        # In the frontier, the next sibling of the new node replaces it as the entry of its parent.
+        # The next sibling of the new node becomes the entry of their parent.
         siblings = table + tl.sum(tl.where(is_parent, child_row, 0), 0) * num_candidates
         best, best_index = _find_next_best(
             siblings, parent_score, score, candidate, num_candidates, BLOCK_M
@@ -106,9 +105,10 @@ def _search_tree(
 
 
 def best_first_search(candidates: CandidateTables, budget: int) -> DraftNodes:
-    """Implement `infer.kernels.reference_search.search_tree_by_depth`.
+    """Find the `budget` most probable prefixes of each batch row, as nodes of draft trees.
 
-    Candidates of a recurrent conditional head are not supported.
+    The result is that of `infer.kernels.reference_search.search_tree_by_depth`. Candidates of a
+    recurrent conditional head are not supported.
     """
     rows, length, num_candidates = candidates.tokens.shape
     table = replace_nan_log_probs(stack_log_prob_tables(candidates))

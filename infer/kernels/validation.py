@@ -1,7 +1,7 @@
 """Check fast versions of operations against the reference, on small random inputs.
 
-`infer.kernels.table` runs these checks before it selects a fast version. Each check takes an
-implementation of an operation (`operation`) and a device. It returns a sentence that describes how
+`infer.kernels.table` runs these checks before it selects a fast version. Each check has two
+arguments: an implementation of an operation, and a device. It returns a sentence that describes how
 the results differ from those of the reference, or "" if the results agree.
 """
 
@@ -24,13 +24,13 @@ WRONG_KERNEL_NODES_MESSAGE = "the fast version finds other tree nodes than the r
 
 
 def make_normal_tensor(device: torch.device, *shape: int) -> torch.Tensor:
-    """Return normally distributed float32 values, which are the same in each call for a shape."""
+    """Return normally distributed float32 values, always the same values for a shape."""
     generator = torch.Generator().manual_seed(sum(shape))
     return torch.randn(shape, generator=generator).to(device)
 
 
 def describe_difference(actual: torch.Tensor, expected: torch.Tensor) -> str:
-    """Return a sentence if two results differ by more than rounding errors, otherwise ""."""
+    """Describe how two results differ; return "" if they only differ by rounding errors."""
     largest = float((actual - expected).abs().max())
     if largest < MAX_KERNEL_OUTPUT_DIFFERENCE:
         return ""
@@ -38,14 +38,14 @@ def describe_difference(actual: torch.Tensor, expected: torch.Tensor) -> str:
 
 
 def check_rms_norm(operation: Callable, device: torch.device) -> str:
-    """Check an implementation of `rms_norm` on five rows."""
+    """Compare an implementation of `rms_norm` with the reference, on five rows."""
     states = make_normal_tensor(device, 5, 48)
     norm = RMSNormWeights(make_normal_tensor(device, 48), 1e-5)
     return describe_difference(operation(states, norm), reference.rms_norm(states, norm))
 
 
 def check_add_rms_norm(operation: Callable, device: torch.device) -> str:
-    """Check an implementation of `add_rms_norm` on five rows, with a scale of 0.5."""
+    """Compare an implementation of `add_rms_norm` with the reference, on five rows."""
     states = make_normal_tensor(device, 5, 48)
     sublayer_output = make_normal_tensor(device, 6, 48)[1:]
     norm = RMSNormWeights(make_normal_tensor(device, 48), 1e-5)
@@ -55,7 +55,7 @@ def check_add_rms_norm(operation: Callable, device: torch.device) -> str:
 
 
 def check_gated_activation(operation: Callable, device: torch.device) -> str:
-    """Check an implementation of `gated_activation` on five rows, with SiLU as the activation."""
+    """Compare an implementation of `gated_activation` with the reference, for SiLU."""
     gate_up = make_normal_tensor(device, 5, 48)
     activation = Activation(F.silu, SILU_COEFFICIENTS)
     expected = reference.gated_activation(gate_up, activation)
@@ -63,14 +63,16 @@ def check_gated_activation(operation: Callable, device: torch.device) -> str:
 
 
 def check_linear(operation: Callable, device: torch.device) -> str:
-    """Check an implementation of `linear` on five rows, for a layer with bias."""
+    """Compare an implementation of `linear` with the reference, for a layer with bias."""
     states = make_normal_tensor(device, 5, 48)
     weights = LinearWeights(make_normal_tensor(device, 48, 20), make_normal_tensor(device, 20))
     return describe_difference(operation(states, weights), reference.linear(states, weights))
 
 
 def make_cache_window(device: torch.device, width: int) -> CacheView:
-    """Return a view of `width` new positions per batch row over a small cache with random contents.
+    """Return a view of a small KV cache with random contents.
+
+    width: number of new positions per batch row
 
     The cache has two layers with two heads of size 24. Its two batch rows have 75 and 3 cached
     positions.
@@ -83,7 +85,10 @@ def make_cache_window(device: torch.device, width: int) -> CacheView:
 
 
 def check_qk_norm_rope_write(operation: Callable, device: torch.device) -> str:
-    """Check the queries and the cache contents of an implementation of `qk_norm_rope_write`."""
+    """Compare an implementation of `qk_norm_rope_write` with the reference.
+
+    Both the queries returned and the cache contents are compared.
+    """
     projected = make_normal_tensor(device, 12, 1, 10, 24)
     cosines = make_normal_tensor(device, 12, 1, 24)
     sines = make_normal_tensor(device, 13, 1, 24)[1:]
@@ -98,7 +103,10 @@ def check_qk_norm_rope_write(operation: Callable, device: torch.device) -> str:
 
 
 def check_attend(operation: Callable, device: torch.device) -> str:
-    """Check an implementation of `attend`, with a draft-tree mask and a sliding window."""
+    """Compare an implementation of `attend` with the reference.
+
+    The mask combines a draft-tree mask and a sliding window.
+    """
     window = make_cache_window(device, 6)
     random_pairs = make_normal_tensor(torch.device("cpu"), 2, 6, 6) < 0
     inside = torch.eye(6, dtype=torch.bool) | random_pairs.tril()
@@ -113,12 +121,12 @@ def check_attend(operation: Callable, device: torch.device) -> str:
 
 
 def check_attention(operation: Callable, device: torch.device) -> str:
-    """Check an implementation of `attention`, with packed queries over a cache."""
+    """Compare an implementation of `attention` with the reference, for queries over a KV cache."""
     return check_attend(partial(reference.attend_with, operation), device)
 
 
 def check_argmax_head(operation: Callable, device: torch.device) -> str:
-    """Check the tokens that an implementation of `argmax_head` returns."""
+    """Compare the tokens that an implementation of `argmax_head` returns with the reference."""
     states = make_normal_tensor(device, 2, 5, 48)
     weight = make_normal_tensor(device, 48, 20)
 
@@ -131,7 +139,7 @@ def check_argmax_head(operation: Callable, device: torch.device) -> str:
 
 
 def check_best_first_search(operation: Callable, device: torch.device) -> str:
-    """Check an implementation of `best_first_search` on two trees with nine drafted nodes each."""
+    """Compare an implementation of `best_first_search` with the reference, on two small trees."""
     first = make_normal_tensor(device, 2, 5).sort(dim=1, descending=True).values
     others = make_normal_tensor(device, 2, 3, 5, 5)
     tokens = torch.arange(40, device=device).view(2, 4, 5)

@@ -1,5 +1,5 @@
-"""Draft trees: pure functions that build a draft tree from a drafter's proposal. They use no model.
+"""Build draft trees from a drafter's token probabilities. The functions run no model.
 
-This package may import infer.utils, infer.ngrams and infer.attention. Start reading at methods.py,
-which contains the table of tree methods, then tree.py.
+Start reading at methods.py, which contains the table of tree methods. Then read tree.py. This
+package may import infer.utils, infer.ngrams and infer.attention.
 """

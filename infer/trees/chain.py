@@ -1,7 +1,4 @@
-"""The chain: a tree of width one with the likeliest token of each position. DFlash verifies chains.
-
-B batch rows, L drafted positions.
-"""
+"""The chain: a draft tree without branches, as in DFlash."""
 
 import torch
 
@@ -9,10 +6,11 @@ from infer.trees.tree import DraftNodes, DraftTree, Proposal, with_root
 
 
 def build_chain(proposal: Proposal) -> DraftTree:
-    """Return the greedy chain of min(budget, L) tokens for each batch row.
+    """Return a draft tree without branches for each batch row, a chain of the likeliest tokens.
 
-    Each token is the likeliest token of its position. With a conditional head, it is the likeliest
-    token after the previous tokens of the chain.
+    A chain has one token for each drafted position, but not more tokens than the node budget. Each
+    token is the likeliest of its position. If the drafter has a conditional head, each token is the
+    likeliest after the previous tokens of the chain.
     """
     assert proposal.marginals is not None
     length = min(proposal.budget, proposal.marginals.shape[1])

@@ -1,13 +1,12 @@
 """Draft trees of sequences that must follow a grammar. The trees consist of the likeliest prefixes
 that the grammar allows.
 
-If the grammar allows only some tokens after a prefix, the drafter's distribution is renormalised
-over the allowed tokens: q(v | prefix, grammar) for token v. A prefix never has a higher score than
-its parent, so DDTree's best-first search finds the best nodes here too. Tokens that the grammar
-forces after the root come first, with probability 1.
+If the grammar allows only some tokens after a prefix, the drafter's probabilities are renormalised
+over the allowed tokens. A prefix is never more probable than its parent, so DDTree's best-first
+search also finds the likeliest allowed prefixes. Tokens that the grammar forces after the root have
+probability 1, so they are the first nodes.
 
-L drafted positions, V vocabulary size, M nodes including the root, C candidates per position. log q
-is a log-probability under the drafter.
+log q is a log-probability under the drafter.
 """
 
 import heapq
@@ -21,37 +20,40 @@ import torch
 
 from infer.trees.tree import DraftNodes, DraftTree, Proposal
 
-# A conditional head gives probabilities of its candidates only. The candidates are used if the
-# allowed candidates have at least this total probability. Otherwise the whole vocabulary is
-# searched.
+# A conditional head predicts probabilities of its candidate tokens only. If the candidates that the
+# grammar allows have a smaller total probability than this, the drafter's marginal probabilities of
+# the whole vocabulary are used instead.
 MIN_ALLOWED_HEAD_CANDIDATES_PROBABILITY = 1e-3
 
 
 class TokenScores(NamedTuple):
-    """Candidate tokens in descending order of probability, with their log-probabilities log q."""
+    """Tokens in descending order of probability, and their log-probabilities under the drafter."""
 
-    log_q: np.ndarray  # (C,)
-    tokens: np.ndarray  # (C,) int64
+    log_q: np.ndarray  # (number of tokens,) log-probabilities
+    tokens: np.ndarray  # (number of tokens,) int64 token ids
 
 
 @dataclass(frozen=True)
 class GrammarRule:
-    """What the grammar of one batch row allows and forces after the row's root."""
+    """The tokens that the grammar of one sequence allows and forces after the root of its tree."""
 
-    # Takes the drafted tokens after the root. Returns which tokens may come next, (V,) bool.
+    # A function. Argument: the drafted tokens after the root. Returns a bool array of the shape
+    # (vocabulary size,), which is true for the tokens that may come next.
     allowed: Callable[[list[int]], np.ndarray]
-    forced: list[int]  # tokens that the grammar forces after the root
+    forced: list[int]  # tokens that must follow the root, one after the other
 
 
 def build_constrained_trees(
     tree: DraftTree, proposal: Proposal, rules: dict[int, GrammarRule], branches: bool
 ) -> DraftTree:
-    """Return the trees of all batch rows. The trees of the rows in `rules` are rebuilt under their
-    grammars; the other trees are unchanged.
+    """Rebuild the draft trees of batch rows that have a grammar, using only allowed tokens.
 
-    `rules` maps batch rows to grammars. Without `branches` the rebuilt trees are chains. The shapes
-    of the tensors stay the same: if a rebuilt tree has fewer nodes, the unused nodes become
-    children of the root with probability 0.
+    tree: the draft trees of all batch rows, built without grammars
+    rules: keys are batch rows, values are their grammars; other rows keep their trees
+    branches: whether a rebuilt tree may have branches; otherwise it is a chain
+
+    The tensors keep their shapes. If a rebuilt tree has fewer nodes than before, the unused nodes
+    become children of the root with probability 0.
     """
     tokens = tree.tokens.clone()
     parents = tree.parents.clone()
@@ -72,27 +74,35 @@ def build_constrained_trees(
 
 
 class RowDistributions:
-    """The drafter's distributions of one batch row. `best_children` restricts them to the allowed
-    tokens."""
+    """The drafter's token probabilities for one batch row, restricted to allowed tokens."""
 
     def __init__(self, proposal: Proposal, row: int) -> None:
         assert proposal.marginals is not None
         self.num_top_tokens = 4 * proposal.budget
         log_q = proposal.vocabulary.expand_to_full(proposal.marginals[row])
-        self.log_q = log_q.float().cpu().numpy()  # (L, V)
+        self.log_q = log_q.float().cpu().numpy()  # (drafted positions, vocabulary size)
         self.top_tokens = cache(self._find_top_tokens)
 
-        self.candidates: np.ndarray | None = None  # (L, C) the conditional head's candidates
+        # (drafted positions, candidates): token ids of the conditional head's candidates
+        self.candidates: np.ndarray | None = None
         conditionals = proposal.conditionals
         if conditionals is not None and not conditionals.recurrent:
             first, others = conditionals.table
             self.candidates = conditionals.tokens[row].cpu().numpy()
-            self.first_table = first[row].float().cpu().numpy()  # (C,)
-            self.table = others[row].float().cpu().numpy()  # (L - 1, C, C)
+            # Log-probabilities of the candidates of the first position.
+            self.first_table = first[row].float().cpu().numpy()
+            # (drafted positions - 1, candidates, candidates): log-probabilities of the candidates
+            # of the other positions, given the candidate at the previous position.
+            self.table = others[row].float().cpu().numpy()
 
     def best_children(self, path: list[int], allowed: np.ndarray, count: int) -> TokenScores:
-        """Return the `count` likeliest allowed tokens after a path. `allowed` (V,) bool marks the
-        allowed tokens, and log q is renormalised over all of them."""
+        """Return the `count` likeliest allowed tokens after a path.
+
+        path: the drafted tokens after the root
+        allowed: (vocabulary size,) bool, true for the allowed tokens
+
+        The log-probabilities returned are normalised over all allowed tokens.
+        """
         slot = len(path)
         allowed = allowed[: self.log_q.shape[1]]
 
@@ -103,7 +113,8 @@ class RowDistributions:
                 candidates.log_q[usable], candidates.tokens[usable], count
             )
 
-        # Usually `count` of the likeliest tokens are allowed. The vocabulary is then not sorted.
+        # If enough of the likeliest tokens are allowed, which is usual, the vocabulary need not be
+        # sorted.
         log_q = self.log_q[slot]
         top_tokens, probabilities = self.top_tokens(slot)
         tokens = top_tokens[allowed[top_tokens]][:count]
@@ -115,9 +126,11 @@ class RowDistributions:
         return normalise_and_keep_top(log_q[tokens], tokens, count)
 
     def _candidates_after(self, path: list[int]) -> TokenScores:
-        """Return the conditional head's candidates after a path, with their log q. Return no tokens
-        if there is no conditional head, or if the path's last token is not one of its
-        candidates."""
+        """Return the conditional head's candidates after a path, and their log-probabilities.
+
+        No tokens are returned if there is no conditional head, or if the last token of the path is
+        not one of the head's candidates.
+        """
         slot = len(path)
         nothing = TokenScores(np.empty(0), np.empty(0, np.int64))
         if self.candidates is None:
@@ -130,8 +143,13 @@ class RowDistributions:
         return TokenScores(self.table[slot - 1, table_rows[0]], self.candidates[slot])
 
     def _find_top_tokens(self, slot: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the likeliest tokens of a drafted position (slot) in descending order of marginal
-        probability, and the marginal probabilities of all tokens (V,)."""
+        """Return the likeliest tokens of a drafted position, and the probabilities of all tokens.
+
+        slot: index of the drafted position
+
+        The tokens are in descending order of their marginal probability. The marginal probabilities
+        have the shape (vocabulary size,).
+        """
         log_q = self.log_q[slot]
         count = min(self.num_top_tokens, len(log_q) - 1)
         top_tokens = np.argpartition(-log_q, count)[:count]
@@ -140,14 +158,16 @@ class RowDistributions:
 
 
 def normalise_and_keep_top(log_q: np.ndarray, tokens: np.ndarray, count: int) -> TokenScores:
-    """Return the `count` likeliest of the given tokens. `log_q` are the log-probabilities of the
-    tokens; they are normalised over all given tokens."""
+    """Normalise the log-probabilities `log_q` of tokens; return the `count` likeliest tokens.
+
+    The log-probabilities are normalised over all given tokens, not only over those returned.
+    """
     order = np.argsort(-log_q, kind="stable")[:count]
     return TokenScores(log_q[order] - np.logaddexp.reduce(log_q), tokens[order])
 
 
 class ConstrainedSearch:
-    """The state of a best-first search over the allowed prefixes of one batch row."""
+    """A best-first search for the likeliest prefixes that the grammar of one batch row allows."""
 
     def __init__(
         self, proposal: Proposal, row: int, budget: int, rule: GrammarRule, branches: bool
@@ -159,17 +179,21 @@ class ConstrainedSearch:
         self.budget = budget
         self.rule = rule
         self.branches = branches
-        self.paths: list[list[int]] = [[]]  # for each node its tokens after the root; root first
-        self.nodes: list[tuple[int, int, int, float]] = []  # token, parent, depth, log-probability
-        # Entries: negative log-probability, depth of the parent, parent, index of the child.
+        # For each node, starting with the root: the tokens on the path from the root to the node,
+        # without the root's token.
+        self.paths: list[list[int]] = [[]]
+        # For each drafted node: (token, parent, depth, log-probability of the whole prefix).
+        self.nodes: list[tuple[int, int, int, float]] = []
+        # For each node, its best child that is not in the tree yet, as (negative log-probability of
+        # the whole prefix, depth of the parent, parent, index of the child in `children[parent]`).
         self.heap: list[tuple[float, int, int, int]] = []
-        # Key: node. Value: its allowed children, with the log-probabilities of their whole
-        # prefixes.
+        # Key: node. Value: the tokens of its allowed children, with the log-probabilities of the
+        # whole prefixes that end at these children.
         self.children: dict[int, TokenScores] = {}
 
     @property
     def newest_node(self) -> int:
-        """The number of the node that was added last; 0 is the root."""
+        """The number of the node that was added last. The root has number 0."""
         return len(self.nodes)
 
     @property
@@ -177,16 +201,20 @@ class ConstrainedSearch:
         return len(self.nodes) == self.budget
 
     def add_node(self, token: int, parent: int, log_prob: float) -> None:
-        """Add a node with this token below node `parent`. `log_prob` is that of the whole
-        prefix."""
+        """Add a child with this token to the node `parent`.
+
+        log_prob: log-probability of the whole prefix that ends at the new node
+        """
         path = [*self.paths[parent], token]
         self.paths.append(path)
         self.nodes.append((token, parent, len(path), log_prob))
 
     def open_newest_node(self, log_prob: float, excluded_token: int | None = None) -> None:
-        """Compute the allowed children of the newest node, and queue the best child. `log_prob` is
-        the log-probability of the node's prefix. A child with the token `excluded_token` is left
-        out, since it is added to the tree separately."""
+        """Compute the allowed children of the newest node, and add the best one to the heap.
+
+        log_prob: log-probability of the whole prefix that ends at the newest node
+        excluded_token: token of a child that the caller adds to the tree itself
+        """
         node = self.newest_node
         path = self.paths[node]
         ends_sequence = bool(path) and path[-1] in self.eos_token_ids
@@ -202,14 +230,16 @@ class ConstrainedSearch:
         self.queue_child(node, 0)
 
     def queue_child(self, node: int, index: int) -> None:
-        """Queue child number `index` of a node, if the node has that many children."""
+        """Add child number `index` of a node to the heap, if the node has such a child."""
         if index < len(self.children[node].tokens):
             log_prob = float(self.children[node].log_q[index])
             heapq.heappush(self.heap, (-log_prob, len(self.paths[node]), node, index))
 
     def add_best_child(self) -> None:
-        """Move the likeliest queued child into the tree. Queue its next sibling and its own best
-        child."""
+        """Move the likeliest child from the heap to the tree.
+
+        Then add the next sibling and the best child of the new node to the heap.
+        """
         negative_log_prob, _, parent, index = heapq.heappop(self.heap)
         self.add_node(int(self.children[parent].tokens[index]), parent, -negative_log_prob)
         self.queue_child(parent, index + 1)
@@ -219,10 +249,14 @@ class ConstrainedSearch:
 def search_constrained(
     proposal: Proposal, row: int, budget: int, rule: GrammarRule, branches: bool
 ) -> DraftNodes:
-    """Search for the likeliest prefixes of a batch row that the grammar allows, best first.
+    """Return the `budget` likeliest prefixes that a grammar allows, for one batch row.
 
-    Return at most `budget` nodes (M - 1,), fewer if the grammar allows no more. A node with an end
-    token has no children. Without `branches` the nodes form a chain.
+    row: index of the batch row in `proposal`
+    budget: maximum number of nodes that are returned
+    rule: the grammar of the batch row
+    branches: whether the tree may have branches; otherwise the nodes form a chain
+
+    Fewer nodes are returned if the grammar allows fewer. A node with an EOS token has no children.
     """
     search = ConstrainedSearch(proposal, row, budget, rule, branches)
     for token in rule.forced[: min(search.max_depth, budget)]:

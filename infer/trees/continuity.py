@@ -1,14 +1,12 @@
-"""DART's continuity-aware tree: a beam search over the drafter's likeliest tokens. The score of a
-token combines its probability under the drafter with its n-gram probability, that is how often it
-followed the previous tokens in a corpus.
+"""DART's continuity-aware tree: a beam search over the drafter's likeliest tokens.
 
-The search is DART algorithm 1, with the scores of appendix D. Where the paper does not specify a
-detail, this follows the authors' code: a token that was never seen after any suffix of its path has
-the n-gram probability 0, and the drafter's probabilities are normalised over the likeliest tokens
-of the position.
+The score of a token combines its probability under the drafter with its n-gram probability. The
+n-gram probability measures how often the token followed the previous tokens in a corpus. The search
+is DART algorithm 1, with the scores of appendix D.
 
-B batch rows, L drafted positions, K candidates per position, S prefixes that the beam search
-visits, W beam width, O order of the n-gram model, C tokens of context.
+Two details are not in the paper and follow the authors' code. A token that was never seen after
+any suffix of its path has the n-gram probability 0. The drafter's probabilities are normalised over
+the candidates (the likeliest tokens) of a position.
 """
 
 import numpy as np
@@ -22,31 +20,35 @@ from infer.trees.guided import NGRAM_CANDIDATES_PER_POSITION, get_contexts
 from infer.trees.tree import DraftNodes, DraftTree, Proposal, with_root
 from infer.utils.jit import njit
 
-# Constants of DART appendix D.
-DART_BEAM_WIDTH_PREFIXES = 20  # prefixes kept per depth
-DART_LOGIT_DECAY_PER_POSITION = 0.9  # factor of the drafter's score per position
+# The beam width and the weights of the score in DART appendix D.
+DART_BEAM_WIDTH_PREFIXES = 20  # number of prefixes that are kept at each depth
+DART_LOGIT_DECAY_PER_POSITION = 0.9  # the drafter's score at position i is multiplied by 0.9 ** i
 DART_NGRAM_WEIGHT = 0.5
 DART_DEPTH_WEIGHT_EXPONENT = -0.7
 
-# The authors' code adds this to the drafter's probability and to the n-gram probability.
+# Added to probabilities before their logarithm is taken, as in the authors' code.
 DART_PROBABILITY_EPSILON = 1e-10
 DART_UNSEEN_NGRAM_LOG_PROBABILITY = np.log(DART_PROBABILITY_EPSILON)
-# This is larger than any score, so that prefixes whose last token is an end token are extended
-# last.
+# Subtracted from the scores of prefixes that end with an EOS token, so that other prefixes are
+# extended first. It is larger than any score.
 DART_END_TOKEN_SCORE_PENALTY = 1e6
 
 
 def build_continuity_tree(proposal: Proposal) -> DraftTree:
-    """Build the draft trees of DART algorithm 1, with a beam search over the
-    NGRAM_CANDIDATES_PER_POSITION likeliest tokens of each position.
+    """Build the draft trees of DART algorithm 1.
 
-    A tree consists of the `budget` best of all visited prefixes, in descending order of score. The
-    `log_probs` of the tree are those of the drafter alone.
+    The beam search visits prefixes of the NGRAM_CANDIDATES_PER_POSITION likeliest tokens of each
+    position. A tree consists of the visited prefixes with the highest scores, up to the node
+    budget, in descending order of score. The `log_probs` of the tree are the log-probabilities
+    under the drafter alone.
+
+    As in the authors' code, n-grams do not affect the scores of the first position, and a prefix
+    that ends with an EOS token is extended only if too few other prefixes are left.
     """
     assert proposal.marginals is not None and proposal.ngram is not None
     count = min(NGRAM_CANDIDATES_PER_POSITION, proposal.marginals.shape[-1])
     top_log_q, columns = proposal.marginals.topk(count, dim=-1)
-    tokens, token_order = proposal.vocabulary.columns_to_ids(columns).cpu().sort(-1)  # (B, L, K)
+    tokens, token_order = proposal.vocabulary.columns_to_ids(columns).cpu().sort(-1)
     log_q = (
         replace_nan_log_probs(top_log_q.cpu().double())
         .gather(-1, token_order)
@@ -78,7 +80,8 @@ def build_continuity_tree(proposal: Proposal) -> DraftTree:
             scores,
         )
         order = np.argsort(-scores[0], kind="stable")[:num_nodes]
-        # The node number of each visited prefix. The last entry is that of parent -1, the root.
+        # The node number of each visited prefix, or 0 if the tree does not contain the prefix. The
+        # index -1 stands for the root, so the last entry is the root's node number 0.
         node_of_prefix = np.zeros(num_visited + 1, np.int64)
         node_of_prefix[order] = np.arange(1, num_nodes + 1)
         prefixes[1] = node_of_prefix[prefixes[1]]
@@ -88,8 +91,11 @@ def build_continuity_tree(proposal: Proposal) -> DraftTree:
 
 
 def count_visited_prefixes(length: int, num_candidates: int) -> int:
-    """Return how many prefixes the beam search visits, for `length` positions with
-    `num_candidates` candidates each."""
+    """Return how many prefixes the beam search visits.
+
+    length: number of drafted positions
+    num_candidates: number of candidates per position
+    """
     num_visited = 0
     num_active = 1
     for _ in range(length):
@@ -98,17 +104,9 @@ def count_visited_prefixes(length: int, num_candidates: int) -> int:
     return num_visited
 
 
-# Arguments of `search_beam`. Inputs: arrays, the trie of the n-gram model; tokens (L, K) int64, the
-# candidates, ascending in each position; log_q (L, K) float64, their log-probabilities under the
-# drafter; drafter_scores (L, K) float64, their scores without n-grams; is_end (L, K) bool, whether
-# they are end tokens; context (C,) int64, the last tokens of the sequence, the bonus token last.
-# Scratch memory: suffixes (W, O - 1) int64. Outputs: prefixes (3, S), the tokens, parents (indices
-# of visited prefixes, -1 for the root) and depths; scores (2, S), DART's score and the drafter's
-# log-probability of each prefix.
 @njit
 def ngram_log_prob(probability: float) -> float:
-    """Return the log-probability of a token after a suffix, a constant for tokens never seen
-    there."""
+    """Return the logarithm of an n-gram probability, or a constant for probability 0."""
     if probability:
         return np.log(probability + DART_PROBABILITY_EPSILON)
     return DART_UNSEEN_NGRAM_LOG_PROBABILITY
@@ -116,10 +114,15 @@ def ngram_log_prob(probability: float) -> float:
 
 @njit
 def search_beam(arrays, tokens, log_q, drafter_scores, is_end, context, suffixes, prefixes, scores):
-    """Run the beam search for one batch row, and fill the arrays `prefixes` and `scores`.
+    """Run DART's beam search for one batch row, and write the visited prefixes and their scores.
 
-    As in the authors' code, n-grams do not score the first position, and a prefix with an end token
-    is extended only if too few other prefixes are left.
+    arrays: the trie of the n-gram model
+    tokens, log_q, drafter_scores, is_end: (positions, candidates): token ids in ascending order,
+        log-probabilities, scores without n-grams, and whether a candidate is an EOS token
+    context: the last tokens of the sequence, including the bonus token
+    suffixes: scratch memory (beam width, n-gram order - 1)
+    prefixes: (3, prefixes), output: tokens, parents (index of a prefix, -1 for the root), depths
+    scores: (2, prefixes), output: DART's scores, and log-probabilities under the drafter
     """
     length, num_candidates = tokens.shape
     width, max_suffixes = suffixes.shape
@@ -127,8 +130,8 @@ def search_beam(arrays, tokens, log_q, drafter_scores, is_end, context, suffixes
     extension_scores = np.empty(width * num_candidates)
     extended_suffixes = np.empty((width, max_suffixes + 1, num_candidates), np.int64)
     probabilities = np.empty(num_candidates)
-    unigrams = np.zeros(num_candidates)  # used for tokens that were never seen after a suffix
-    active[0] = -1  # the root
+    unigrams = np.zeros(num_candidates)  # probabilities of tokens that never followed a suffix
+    active[0] = -1  # -1 stands for the root
     num_active = 1
     size = 0
     find_suffix_nodes(arrays, context, suffixes[0])
@@ -146,7 +149,7 @@ def search_beam(arrays, tokens, log_q, drafter_scores, is_end, context, suffixes
                     step += DART_NGRAM_WEIGHT * ngram_log_prob(probabilities[i])
                 parent_score = scores[0, parent] if parent >= 0 else 0.0
                 parent_log_q = scores[1, parent] if parent >= 0 else 0.0
-                # A step is at most 0; the minimum removes rounding errors.
+                # The minimum with 0 prevents that a child scores higher due to rounding errors.
                 scores[0, size] = min(step * level_weight, 0.0) + parent_score
                 scores[1, size] = log_q[level, i] + parent_log_q
                 extension_scores[size - level_start] = scores[0, size] - (
@@ -157,7 +160,7 @@ def search_beam(arrays, tokens, log_q, drafter_scores, is_end, context, suffixes
                 prefixes[2, size] = level + 1
                 size += 1
 
-        # Keep the best `width` prefixes of this depth, best first.
+        # Keep the prefixes of this depth with the highest scores, in descending order.
         best_score = np.inf
         best = np.int64(-1)
         num_active = min(width, size - level_start)

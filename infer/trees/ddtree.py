@@ -1,17 +1,15 @@
-"""DDTree: the draft tree that maximises the expected acceptance length for a given node budget.
+"""DDTree: the draft tree with the largest expected acceptance length for a given number of nodes.
 
-This tree consists of the likeliest prefixes (DDTree section 4.3). The score of a node is its
-parent's score plus log q, the log-probability of the node's token after the parent's prefix. log q
-is at most 0, so a prefix never has a higher score than its parent. Lemma 1 and proposition 1 of the
-paper therefore also hold for the conditional distributions of a drafter's head. Marginals are
-treated as conditionals that do not depend on the previous token.
+The tree consists of the likeliest prefixes (DDTree section 4.3). A prefix is a sequence of drafted
+tokens, and a node represents the prefix that ends at the node. The score of a node is the
+log-probability of its prefix: the score of the parent plus the log-probability of the node's token
+after the parent's prefix. A prefix is never more probable than its parent. Lemma 1 and proposition
+1 of the paper therefore also hold for the probabilities of a conditional head. Marginals are
+treated as conditional probabilities that do not depend on the previous token.
 
 The search is exact. For marginals and for heads that depend on the previous token only, it is the
 best-first search of the paper's algorithm 1. For recurrent heads it proceeds depth by depth. Both
 searches are in `infer.kernels`.
-
-B batch rows, L drafted positions, M candidates per position, R columns of the marginals: one for
-each token that the drafter proposes.
 """
 
 import torch
@@ -23,8 +21,10 @@ from infer.trees.vocabulary import FULL_VOCABULARY, DraftVocabulary
 
 
 class MarginalConditionals:
-    """Marginals (B, L, R) in the form of `Conditionals`, which here do not depend on the previous
-    token. The candidates are the `count` likeliest tokens of each position."""
+    """A drafter's marginals as `Conditionals`: they do not depend on the tokens drafted before.
+
+    The candidates are the `count` likeliest tokens of each position.
+    """
 
     recurrent: bool = False
 
@@ -33,18 +33,21 @@ class MarginalConditionals:
     ) -> None:
         count = min(count, marginals.shape[-1])
         top_log_q, columns = marginals.topk(count, dim=-1)
-        self.tokens: torch.Tensor = vocabulary.columns_to_ids(columns)  # (B, L, M)
-        # (B, M) and (B, L - 1, 1, M): the third axis has length 1 because the previous token does
-        # not matter.
+        # (batch rows, drafted positions, candidates)
+        self.tokens: torch.Tensor = vocabulary.columns_to_ids(columns)
+        # Log-probabilities of the candidates: (batch rows, candidates) for the first position, and
+        # (batch rows, other positions, 1, candidates). The third axis, for the previous candidate,
+        # has length 1 because marginals do not depend on the previous candidate.
         self.table: tuple[torch.Tensor, torch.Tensor] = (top_log_q[:, 0], top_log_q[:, 1:, None])
 
 
 def build_ddtree(proposal: Proposal) -> DraftTree:
-    """Return trees of the `budget` likeliest prefixes, or of all prefixes if there are fewer.
+    """Return draft trees of the likeliest prefixes under the drafter.
 
-    Nodes are in descending order of probability, so the first n nodes are the tree for a budget of
-    n nodes. Only the min(budget, R) likeliest tokens of each position are considered, which is
-    sufficient (lemma 1). With a conditional head the prefixes consist of the head's candidates.
+    A tree has as many drafted nodes as the node budget, or fewer if there are fewer prefixes. The
+    nodes are in descending order of probability, so the first n nodes are the tree for a budget of
+    n nodes. For a budget of n nodes it is sufficient to consider the n likeliest tokens of each
+    position (lemma 1). With a conditional head, only the head's candidates are considered.
     """
     conditionals = proposal.conditionals
     if conditionals is None:

@@ -1,11 +1,8 @@
-"""DDTree with scores that depend on the path: an n-gram model rescores each drafted token after the
-tokens before it (`infer.ngrams.rescoring`).
+"""DDTree with n-grams: an n-gram model rescores each drafted token, given the tokens before it.
 
-The n-gram model is in host memory, so these trees are built on the host. On a GPU a round therefore
-copies the likeliest tokens of each position to the host.
-
-B batch rows, L drafted positions, K candidates per position, C tokens of context, V vocabulary
-size.
+`infer.ngrams.rescoring` computes the scores. The n-gram model is in CPU memory, so these trees are
+built on the CPU. If the drafter runs on a GPU, the likeliest tokens of each position are copied to
+the CPU in each round.
 """
 
 import numpy as np
@@ -21,19 +18,19 @@ from infer.ngrams.rescoring import (
 from infer.trees.ddtree import MarginalConditionals
 from infer.trees.tree import Conditionals, DraftNodes, DraftTree, Proposal, with_root
 
-# So many of the likeliest tokens are considered at each position, as in DART appendix D.
+# At each position, this many of the drafter's likeliest tokens are considered (DART appendix D).
 NGRAM_CANDIDATES_PER_POSITION = 25
 
 
 def build_guided_ddtree(proposal: Proposal) -> DraftTree:
-    """Return trees of the `budget` likeliest prefixes under the drafter and an n-gram model
-    together.
+    """Return draft trees of the likeliest prefixes under the drafter and an n-gram model together.
 
-    The probability of a token after its path is proportional to its marginal probability, times its
-    n-gram probability to the power of `proposal.weight`. With a conditional head that is not
-    recurrent, the token's conditional probability replaces the marginal. The n-gram counts of the
-    corpus are corrected by those of the sequence itself. The first n nodes are the tree for a
-    budget of n nodes. The tree's `log_probs` include the n-gram probabilities.
+    The probability of a token after its path is proportional to the product of two factors: the
+    probability under the drafter, and the n-gram probability to the power of `proposal.weight`. The
+    probability under the drafter is the marginal, or the conditional probability of a head that is
+    not recurrent. The n-gram counts of the corpus are combined with the counts of the sequence
+    itself. The first n nodes are the tree for a budget of n nodes. The tree's `log_probs` include
+    the n-gram probabilities.
     """
     conditionals = proposal.conditionals
     if conditionals is None or conditionals.recurrent:
@@ -43,12 +40,13 @@ def build_guided_ddtree(proposal: Proposal) -> DraftTree:
         )
     rows, length, num_candidates = conditionals.tokens.shape
     num_nodes = count_tree_nodes(length, num_candidates, proposal.budget)
-    nodes = torch.empty(rows, 3, num_nodes, dtype=torch.long)  # tokens, parents, depths
+    nodes = torch.empty(rows, 3, num_nodes, dtype=torch.long)  # axis 1: token, parent, depth
     scores = torch.empty(rows, num_nodes, dtype=torch.float64)
 
     guides = make_ngram_guides(proposal, conditionals, num_nodes)
     for guide, row_nodes, row_scores in zip(guides, nodes.numpy(), scores.numpy(), strict=True):
-        # The search fills one row of `log_q` and one row of `tokens` for each node that it opens.
+        # When the search adds a node to the tree, it fills one row of `log_q` and one row of
+        # `tokens` with the children of the node.
         log_q = np.empty(guide.candidate_columns.shape)
         tokens = np.empty_like(guide.candidate_columns)
         cpu_search.search_tree(log_q, tokens, length, 0, guide, row_nodes, row_scores)
@@ -58,13 +56,13 @@ def build_guided_ddtree(proposal: Proposal) -> DraftTree:
 def make_ngram_guides(
     proposal: Proposal, conditionals: MarginalConditionals | Conditionals, num_nodes: int
 ) -> list[NGramRescorer]:
-    """Return the input of the search for each batch row: the candidates with their
-    log-probabilities, the n-gram model, and scratch arrays for `num_nodes` nodes.
+    """Return the inputs of the tree search for each batch row.
 
-    The n-gram model may add tokens that are not candidates. On the CPU an added token is scored
-    with its marginal probability. On other devices the marginals are not copied to the host, and an
-    added token is scored with the marginal probability of the position's last candidate. The same
-    applies to tokens that the drafter does not propose.
+    They are the candidates with their log-probabilities, the n-gram model, and scratch arrays for
+    `num_nodes` nodes. The n-gram model may add tokens that are not candidates. An added token is
+    scored with its marginal probability, if this is available. Otherwise it is scored with the
+    marginal probability of the least likely candidate of the position. The marginal probability is
+    not available if the drafter does not score the token, or if the drafter runs on a GPU.
     """
     ngram = proposal.ngram
     marginals = proposal.marginals
@@ -72,11 +70,12 @@ def make_ngram_guides(
     assert ngram is not None and marginals is not None
 
     last_columns = vocabulary.ids_to_columns(conditionals.tokens[..., -1:])
-    unlisted_log_q = marginals.gather(-1, last_columns)  # (B, L, 1)
+    unlisted_log_q = marginals.gather(-1, last_columns)  # (batch rows, positions, 1)
     if marginals.device.type == "cpu":
-        unlisted_log_q = vocabulary.expand_to_full(marginals, unlisted_log_q)  # (B, L, V)
+        unlisted_log_q = vocabulary.expand_to_full(marginals, unlisted_log_q)
 
-    # (B, L, K) each: the candidates in ascending order of id, and their indices in the table
+    # (batch rows, positions, candidates) each: the candidates in ascending order of id, and their
+    # indices in `conditionals.tokens`.
     sorted_tokens, candidate_indices = conditionals.tokens.cpu().sort(-1)
     table = stack_log_prob_tables(conditionals).float().cpu().contiguous()
     unlisted_log_q = unlisted_log_q.float().cpu().contiguous()
@@ -115,5 +114,5 @@ def make_ngram_guides(
 
 
 def get_contexts(proposal: Proposal) -> list[np.ndarray]:
-    """Return the last tokens of each row's sequence as arrays, each (C,) int64."""
+    """Return the last tokens of the sequence in each batch row, as int64 arrays."""
     return [np.asarray(context, np.int64) for context in proposal.contexts]

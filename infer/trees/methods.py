@@ -1,8 +1,8 @@
-"""The table of tree methods. This module does not import torch, since options, reports and help
-texts need the table before anything is loaded.
+"""The table of tree methods, the ways to build draft trees.
 
-A tree method consists of a function `Proposal -> DraftTree` (infer/trees/tree.py) in a file of its
-own, and of a row in `TREE_METHODS`.
+To add a tree method, write a function `Proposal -> DraftTree` (infer/trees/tree.py) in a new file,
+and add a row to the table. This module does not import torch, because options, reports and help
+texts read the table before torch is loaded.
 """
 
 from collections.abc import Callable
@@ -14,34 +14,35 @@ from infer.utils.optional import is_installed, require_installed
 
 @dataclass(frozen=True)
 class TreeMethod:
-    """A tree method: the function that builds the trees, what it needs, and how reports show it."""
+    """A way to build draft trees: the function, its requirements, and how reports show it."""
 
     name: str  # the value of the option decoding.method
     label: str  # the name in tables and figures
-    # "module:function" of the function Proposal -> DraftTree. It is imported when an engine is
-    # made.
+    # The function Proposal -> DraftTree that builds the trees, as "module:function". The module is
+    # imported when an engine is created.
     builder: str
-    # The colour in figures. Colour-blind readers can tell the colours of the table apart.
+    # The colour in figures. All methods have colours that colour-blind readers can tell apart.
     colour: str = "#777777"
     needs_drafter: bool = True
-    # Takes the drafter's block size. Returns the maximum number of nodes that the method can use.
-    # None: the method can use any node budget.
+    # A function that returns the maximum number of drafted nodes of a tree, given the drafter's
+    # block size. None if the method can use any node budget.
     max_nodes_for_block: Callable[[int], int] | None = None
-    # Whether nodes are sorted by probability, so that budget=auto can prune the tree to any size.
+    # Whether the nodes of a tree are sorted by probability. If so, the first n nodes are the best
+    # tree of n nodes, which budget=auto requires.
     ranked: bool = False
     needs_ngrams: bool = False  # whether the method needs an n-gram model
     # Whether the method also uses the n-grams of the sequence itself. If so, it works without an
     # n-gram file.
     uses_sequence_ngrams: bool = False
-    ngram_variant: str | None = None  # the method that is used instead if an n-gram file is given
-    # Whether every evaluation measures the method. If the method needs n-grams, an evaluation
-    # measures it only if there is an n-gram file.
+    # Name of the tree method that replaces this method if an n-gram file is given.
+    ngram_variant: str | None = None
+    # Whether evaluations measure the method. A method that needs n-grams is only measured if there
+    # is an n-gram file.
     in_evaluations: bool = True
 
     @property
     def scales_with_budget(self) -> bool:
-        """Whether the tree grows with the node budget. If so, evaluations measure the method with
-        several budgets."""
+        """Whether the method can use any node budget. If so, evaluations try several budgets."""
         return self.max_nodes_for_block is None
 
     def load_builder(self) -> Callable:
@@ -91,14 +92,14 @@ _TREE_METHOD_ROWS = (
     ),
     TreeMethod("static", "static", "infer.trees.static:build_static_tree", in_evaluations=False),
 )
-# Key: the method's name. Methods without a drafter come first, since evaluations compare all other
-# methods with the first one.
+# Key: name of the method. Methods without a drafter come first, because evaluations compare all
+# other methods with the first method.
 TREE_METHODS = {
     row.name: row
     for row in sorted(_TREE_METHOD_ROWS, key=lambda row: row.needs_drafter)
     if is_installed(row.builder)
 }
-# An additional method of evaluations: DDTree with n-grams, where prompt lookup replaces the
+# An additional method that evaluations measure: "ddtree+ngrams", with prompt lookup instead of a
 # drafter.
 NGRAMS_WITHOUT_DRAFTER_METHOD = TreeMethod(
     "n-grams alone", "n-grams alone", "", "#56b4e9", needs_ngrams=True

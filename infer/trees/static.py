@@ -1,11 +1,7 @@
-"""The static tree: down to a fixed depth, every node has the same number of children. The children
-are the likeliest tokens after the node.
+"""The static tree: every node above the deepest level has the same number of children.
 
-The shape is that of "Tree-Based Speculative Decoding" for NanoGPT. Decoding is lossless whatever
-the children are, since the target verifies all trees by the same walk.
-
-B batch rows, P prefixes of the same depth, M candidates per position, W children per node, S state
-size of a recurrent head.
+The children of a node are the likeliest tokens after the node. "Tree-Based Speculative Decoding"
+for NanoGPT has trees of the same shape.
 """
 
 import torch
@@ -16,11 +12,11 @@ from infer.trees.tree import DraftNodes, DraftTree, Proposal, with_root
 
 
 def build_static_tree(proposal: Proposal) -> DraftTree:
-    """Return the deepest tree that fits into the node budget, if each node above the last level has
-    `proposal.width` children.
+    """Return trees in which each node above the deepest level has `proposal.width` children.
 
-    Nodes have fewer children if the budget or the number of candidates is smaller than the width.
-    With a conditional head the children of a node depend on the node's token.
+    The depth is the largest one for which the tree fits into the node budget. Nodes have fewer
+    children if the node budget or the number of candidates per position is smaller than the width.
+    If the drafter has a conditional head, the children of a node depend on the node's token.
     """
     conditionals = proposal.conditionals
     if conditionals is None:
@@ -31,17 +27,18 @@ def build_static_tree(proposal: Proposal) -> DraftTree:
     width = min(proposal.width, proposal.budget, num_candidates)
     depth = find_static_depth(width, proposal.budget, length)
 
-    scores = torch.zeros(len(proposal.bonus), 1, device=tokens.device)  # (B, P)
-    # (B, P) for each prefix the index of its last token among the candidates of that position
+    # (batch rows, prefixes): log-probabilities of the prefixes of the newest level.
+    scores = torch.zeros(len(proposal.bonus), 1, device=tokens.device)
+    # (batch rows, prefixes): the last token of each prefix, as an index of a candidate.
     last_candidates = torch.zeros_like(scores, dtype=torch.long)
-    head_state = None  # (B, P, S) the state of a recurrent head
+    head_state = None  # (batch rows, prefixes, state size) for a recurrent conditional head
     level_tokens = []
     level_depths = []
     level_scores = []
     for slot in range(depth):
         log_q, head_state = compute_slot_log_probs(conditionals, slot, last_candidates, head_state)
-        log_q = replace_nan_log_probs(log_q.expand(-1, scores.shape[1], -1))  # (B, P, M)
-        best = log_q.topk(width)  # (B, P, W)
+        log_q = replace_nan_log_probs(log_q.expand(-1, scores.shape[1], -1))
+        best = log_q.topk(width)  # the likeliest tokens after each prefix
         scores = (scores[..., None] + best.values).flatten(1)
         last_candidates = best.indices.flatten(1)
         if head_state is not None:
@@ -63,8 +60,13 @@ def build_static_tree(proposal: Proposal) -> DraftTree:
 
 
 def find_static_depth(width: int, budget: int, max_depth: int) -> int:
-    """Return the depth of the deepest full tree of the given width that has at most `budget`
-    drafted nodes. The depth is between 1 and `max_depth`."""
+    """Return the largest depth, up to `max_depth`, for which a full tree fits into the node budget.
+
+    width: number of children of each node above the deepest level
+    budget: maximum number of drafted nodes
+
+    The depth is at least 1.
+    """
     depth = 1
     level_nodes = width
     total_nodes = width

@@ -1,9 +1,4 @@
-"""The draft tree that the target verifies in a round, and the proposal from which the tree is
-built.
-
-B batch rows, M nodes including the root, L drafted positions, R tokens that the drafter can
-propose. log q is a log-probability under the drafter.
-"""
+"""The draft tree that the target verifies, and the drafter's proposal from which it is built."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -18,76 +13,96 @@ from infer.trees.vocabulary import FULL_VOCABULARY, DraftVocabulary
 
 
 class Conditionals(Protocol):
-    """Conditional distributions over the candidate tokens of each position, from a conditional head
-    (`infer.drafters.heads.draft.ConditionalDraft`) or from marginals.
+    """A drafter's probabilities of candidate tokens, given the tokens drafted before.
 
-    In this class M is the number of candidates per position, P a number of prefixes, and S the
-    state size of a recurrent head.
+    A drafter with a conditional head predicts them
+    (`infer.drafters.heads.draft.ConditionalDraft`). For other drafters they are the marginals. Each
+    drafted position has a list of candidate tokens.
     """
 
-    # Whether a token depends on all tokens before it. If false, it depends on the previous token
-    # only, and `table` exists.
+    # Whether the probabilities of a position depend on all tokens drafted before. If false, they
+    # depend on the previous token only, and `table` contains them.
     recurrent: bool
-    # (B, L, M) int64 token ids of the candidates, in descending order of marginal probability
+    # (batch rows, drafted positions, candidates) int64: token ids, in descending order of marginal
+    # probability.
     tokens: torch.Tensor
 
     @property
     def table(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return log q (B, M) of position 0, and log q (B, L - 1, M, M) of the other positions. The
-        last two axes are the previous candidate and the candidate."""
+        """The log-probabilities of all candidates, for heads that are not recurrent.
+
+        The first tensor is for position 0 and has the shape (B, candidates). The second tensor is
+        for the other positions and has the shape (B, positions - 1, previous candidates,
+        candidates). The size of its third axis is 1 if the previous candidate does not matter.
+        """
 
     def begin(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return log q (B, 1, M) of position 0, and the initial state (B, 1, S) of a recurrent
-        head, or None."""
+        """Return the log-probabilities of position 0, and the initial state of a recurrent head.
+
+        The log-probabilities have the shape (B, 1, candidates), and the state has the shape
+        (B, 1, state size). The state is None if the head is not recurrent.
+        """
 
     def extend(
         self, position: int, candidates: torch.Tensor, state: torch.Tensor | None, /
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return log q (B, P, M) of a position after P prefixes, and a recurrent head's new state.
+        """Return the log-probabilities of a position after each prefix, and the new head state.
 
-        `candidates` (B, P) are the last tokens of the prefixes, as indices of candidates at the
-        previous position. `state` is the recurrent head's state after the prefixes.
+        candidates: (B, prefixes), the last token of each prefix, given as an index into the
+            candidates of the previous position
+        state: (B, prefixes, state size), the recurrent head's state before the last token of each
+            prefix; None if the head is not recurrent
+
+        The log-probabilities have the shape (B, prefixes, candidates).
         """
 
     def chain(self, length: int, /) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the greedy chain over the drafter's whole vocabulary, as tokens (B, length) and
-        their log q (B, length). Each token is the likeliest one after the previous tokens."""
+        """Return the likeliest token at each position, given the previous tokens returned.
+
+        All tokens that the drafter scores are considered, not only the candidates. Returns tokens
+        (B, length) and their log-probabilities (B, length).
+        """
 
 
 @dataclass(frozen=True)
 class Proposal:
     """The input of a tree method: the drafter's distributions and the options of the tree."""
 
-    bonus: torch.Tensor  # (B,) int64 the bonus tokens, which become the roots
-    # (B, L, R) log-probabilities, adjusted by the target's sampling noise; None without a drafter
+    bonus: torch.Tensor  # (batch rows,) int64: the bonus tokens, which become the roots
+    # (batch rows, drafted positions, tokens that the drafter scores): log-probabilities, to which
+    # the sampling options and the target's Gumbel noise were applied. None without a drafter.
     marginals: torch.Tensor | None
     budget: int = 0  # maximum number of drafted nodes per batch row
     ngram: NGramModel | None = None
-    # The last tokens of each row's sequence, including the bonus token. Used with an n-gram model.
+    # The last tokens of each batch row's sequence, including the bonus token, for the n-gram model.
     contexts: Sequence[Sequence[int] | np.ndarray] = ()
-    weight: float = 1.0  # exponent of n-gram probabilities; the drafter's exponent is 1
+    weight: float = 1.0  # n-gram probabilities are raised to this power
     width: int = 1  # children per node of a static tree
     eos_token_ids: Collection[int] = ()
     conditionals: Conditionals | None = None  # None if the drafter has no conditional head
-    vocabulary: DraftVocabulary = FULL_VOCABULARY  # maps columns of `marginals` to token ids
+    # The token id of each index on the last axis of `marginals`.
+    vocabulary: DraftVocabulary = FULL_VOCABULARY
 
 
 @dataclass(frozen=True)
 class DraftTree:
-    """Draft trees of B batch rows. Node 0 is the root, which holds the bonus token and does not
-    count towards the node budget. A parent comes before its children.
+    """The draft trees of a batch, one for each batch row.
 
-    A node stands for the whole prefix from the root down to it (DDTree section 4.2).
+    Node 0 is the root. The root has the bonus token and does not count towards the node budget. A
+    parent comes before its children. A node represents the prefix that consists of all tokens from
+    the root to the node (DDTree section 4.2).
     """
 
-    tokens: torch.Tensor  # (B, M) int64
-    parents: torch.Tensor  # (B, M) int64, the root's parent is the root
-    depths: torch.Tensor  # (B, M) int64, 0 for the root
-    # (B, M) log-probability of the whole prefix under the drafter, 0 for the root
+    tokens: torch.Tensor  # (batch rows, nodes) int64: the token of each node
+    parents: torch.Tensor  # (batch rows, nodes) int64: the parent's node number; 0 for the root
+    depths: torch.Tensor  # (batch rows, nodes) int64: depth of each node; 0 for the root
+    # (batch rows, nodes): log-probability, under the drafter, of the prefix that ends at the node.
+    # It is 0 for the root.
     log_probs: torch.Tensor
-    max_depth: int  # no depth is larger; usually L, or 0 for a tree with only a root
-    # (B, M) bool: which entries are nodes rather than padding. The nodes of a row come before the
-    # padding, which has token -1. None: all entries are nodes.
+    # Upper bound of `depths`: usually the number of drafted positions, 0 for trees of only a root.
+    max_depth: int
+    # (batch rows, nodes) bool: true for nodes, false for padding. The padding comes after the nodes
+    # of a batch row and has the token -1. None if there is no padding.
     node_mask: torch.Tensor | None = None
 
     @property
@@ -103,20 +118,22 @@ class DraftTree:
         return (self.node_mask.sum(1) - 1).tolist()
 
     def positions(self, root_positions: torch.Tensor) -> torch.Tensor:
-        """Return the absolute positions (B, M) of all nodes, given the positions (B,) of the
-        roots."""
+        """Return the positions of all nodes in their sequences, (B, nodes).
+
+        root_positions: (B,), the positions of the roots
+        """
         return root_positions[:, None] + self.depths
 
     def ancestors(self) -> torch.Tensor:
-        """Return the attention mask between nodes, (B, M, M) bool.
+        """Return the attention mask between nodes, (B, nodes, nodes) bool.
 
         Entry [b, q, k] is true if, in batch row b, node k is node q or an ancestor of node q.
         """
         rows, nodes = self.parents.shape
         mask = torch.eye(nodes, dtype=torch.bool, device=self.parents.device).expand(rows, -1, -1)
 
-        # Pointer doubling: `mask` covers fewer than `steps` steps up, and `upper_node` (B, M) is
-        # the ancestor `steps` steps up, or the root if there is none.
+        # Pointer doubling: the mask contains the ancestors that are fewer than `steps` levels above
+        # a node, and `upper_node` is the ancestor that is `steps` levels above it (or the root).
         upper_node = self.parents
         steps = 1
         while steps <= self.max_depth:
@@ -126,8 +143,10 @@ class DraftTree:
         return mask.contiguous()
 
     def keep_first(self, num_nodes: int) -> "DraftTree":
-        """Return trees that consist of the root and the first `num_nodes` drafted nodes. If nodes
-        are sorted by probability, these are the best trees of that size."""
+        """Return trees of the root and the first `num_nodes` drafted nodes.
+
+        If the nodes are sorted by probability, these are the best trees of this size.
+        """
         end = num_nodes + 1
         return DraftTree(
             self.tokens[:, :end],
@@ -138,11 +157,10 @@ class DraftTree:
         )
 
     def keep_likeliest(self, nodes_per_row: int) -> "DraftTree":
-        """Return trees that keep the B * `nodes_per_row` likeliest drafted nodes of all batch rows
-        together.
+        """Return trees of the likeliest drafted nodes, chosen from all batch rows together.
 
-        Rows where the drafter is confident keep more nodes than other rows. Nodes must be sorted by
-        probability within each row.
+        On average, a batch row keeps `nodes_per_row` drafted nodes. Batch rows where the drafter is
+        confident keep more nodes. The nodes of each batch row must be sorted by probability.
         """
         rows, nodes = self.log_probs[:, 1:].shape
         likeliest = self.log_probs[:, 1:].flatten().topk(rows * nodes_per_row).indices
@@ -155,8 +173,12 @@ class DraftTree:
 
 
 def with_root(bonus: torch.Tensor, nodes: DraftNodes, max_depth: int) -> DraftTree:
-    """Return trees that consist of roots with the bonus tokens (B,), and of the drafted nodes (B, M
-    - 1) below the roots. The trees are on the device of the bonus tokens."""
+    """Return draft trees that consist of roots and the given drafted nodes.
+
+    bonus: (B,), the bonus tokens, which become the tokens of the roots
+
+    The trees are on the device of the bonus tokens.
+    """
     zeros = torch.zeros_like(bonus)[:, None]
     log_probs = nodes.log_probs.to(bonus.device)
     return DraftTree(
@@ -169,11 +191,14 @@ def with_root(bonus: torch.Tensor, nodes: DraftNodes, max_depth: int) -> DraftTr
 
 
 def build_undrafted_trees(proposal: Proposal) -> DraftTree:
-    """Return trees with only a root, which make a round of baseline decoding."""
+    """Return trees with only a root. A round with such trees is a step of baseline decoding."""
     return make_root_trees(proposal.bonus)
 
 
 def make_root_trees(bonus: torch.Tensor) -> DraftTree:
-    """Return trees with only a root. The roots have the bonus tokens (B,)."""
+    """Return trees with only a root.
+
+    bonus: (B,), the bonus tokens, which become the tokens of the roots
+    """
     zeros = torch.zeros_like(bonus)[:, None]
     return DraftTree(bonus[:, None], zeros, zeros, zeros.float(), max_depth=0)

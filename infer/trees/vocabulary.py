@@ -1,8 +1,8 @@
-"""The tokens that a drafter can propose: all V tokens of the target's vocabulary, or only R of
-them.
+"""The tokens that a drafter scores: the whole vocabulary of the target, or a subset.
 
-A drafter's scores have shape (..., R), with one column per token that it can propose. Sequences,
-trees and the target use token ids. `DraftVocabulary` converts between columns and token ids.
+A drafter's scores have one column (index on the last axis) for each token that the drafter scores.
+Sequences, trees and the target use token ids of the target. `DraftVocabulary` converts between
+columns and token ids.
 """
 
 from typing import NamedTuple
@@ -11,20 +11,24 @@ import torch
 
 
 class DraftVocabulary(NamedTuple):
-    """The token ids of a drafter's score columns. If `tokens` is None, columns are token ids."""
+    """The tokens that a drafter scores. Column i of the drafter's scores belongs to tokens[i]."""
 
-    tokens: torch.Tensor | None = None  # (R,) int64 the token id of each column
-    size: int = 0  # V, the target's vocabulary size; not used if `tokens` is None
+    # (columns,) int64: the token id of each column of the drafter's scores. None if the drafter
+    # scores the whole vocabulary, so that columns are token ids.
+    tokens: torch.Tensor | None = None
+    size: int = 0  # the target's vocabulary size; not used if `tokens` is None
 
     def columns_to_ids(self, columns: torch.Tensor) -> torch.Tensor:
-        """Convert score columns (...) int64 to token ids (...)."""
+        """Convert columns of the drafter's scores to token ids, (...) int64."""
         if self.tokens is None:
             return columns
         return self.tokens[columns]
 
     def ids_to_columns(self, ids: torch.Tensor) -> torch.Tensor:
-        """Convert token ids (...) int64 to score columns (...). The result is -1 for tokens that
-        the drafter cannot propose."""
+        """Convert token ids (...) int64 to columns of the drafter's scores.
+
+        The result is -1 for tokens that the drafter does not score.
+        """
         if self.tokens is None:
             return ids
         column_of_id = torch.full((self.size,), -1, device=ids.device)
@@ -32,8 +36,12 @@ class DraftVocabulary(NamedTuple):
         return column_of_id[ids]
 
     def select_columns(self, values: torch.Tensor | None) -> torch.Tensor | None:
-        """Select the columns of the tokens that the drafter can propose from `values` (..., V).
-        Return (..., R), or None if `values` is None."""
+        """Select the values of the tokens that the drafter scores.
+
+        values: (..., target vocabulary size), or None
+
+        Returns (..., number of tokens that the drafter scores), or None if `values` is None.
+        """
         if self.tokens is None or values is None:
             return values
         return values[..., self.tokens]
@@ -41,10 +49,12 @@ class DraftVocabulary(NamedTuple):
     def expand_to_full(
         self, scores: torch.Tensor, other_scores: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Expand scores (..., R) to all V tokens of the target, (..., V).
+        """Expand a drafter's scores to the whole vocabulary of the target.
 
-        Tokens that the drafter cannot propose get `other_scores` (..., 1), by default minus
-        infinity.
+        scores: (..., number of tokens that the drafter scores)
+        other_scores: (..., 1), the score of all other tokens; None for minus infinity
+
+        Returns (..., target vocabulary size).
         """
         if self.tokens is None:
             return scores
