@@ -582,7 +582,7 @@ def test_refusals_come_before_weights(tmp_path, repo):
 
     for config, says in (
         (AutoConfig.for_model("jamba"), "recurrent layers"),
-        (PhiConfig(num_hidden_layers=1), "no language model head without bias"),
+        (PhiConfig(num_hidden_layers=1), "no language model head, or a head with a bias"),
         (Qwen3Config(num_hidden_layers=1), "no file named model.safetensors"),
     ):
         config.save_pretrained(tmp_path)
