@@ -15,11 +15,11 @@ class MaskedConfig:
     """How a masked diffusion model decodes. block_length and cache change the output; the other
     options change only the speed.
 
-    method: how the model's own predictions are used as drafts. 'guided' drafts the likeliest states
-        of the sequence, and takes into account what was accepted earlier in the sequence; 'greedy'
-        drafts a chain of tokens in order of confidence; 'mixed' is greedy, but two drafted tokens
-        may also come in the opposite order; 'steps' does not draft, so each forward pass yields one
-        token. See docs/methods.md
+    method: how the model's own predictions are used as drafts. 'guided' drafts the likeliest sets
+        of tokens, and takes into account what was accepted earlier in the sequence; 'greedy' drafts
+        a chain of tokens in order of confidence; 'mixed' is greedy, but two drafted tokens may also
+        come in the opposite order; 'steps' does not draft, so each forward pass yields one token.
+        See docs/methods.md
     max_num_seqs: maximum number of sequences decoded in one batch; other sequences wait in a queue
     block_length: tokens per block; a block is finished before the next block begins. The model
         computes whole blocks, and the output is cut where it ends
@@ -27,8 +27,8 @@ class MaskedConfig:
         computes the whole sequence; 'dual' means that keys and values outside the current block are
         reused from the forward pass that began the block
     draft_length: tokens drafted per round, 1 to 8
-    budget: maximum number of states of the sequence verified per round, including the current
-        state; used with method 'guided' only
+    budget: maximum number of partly masked copies of the sequence that are computed per round,
+        including the sequence without drafted tokens; used with method 'guided' only
     """
 
     method: str = "guided"

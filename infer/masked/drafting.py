@@ -28,20 +28,19 @@ from infer.masked.ngram_statistics import SequenceStatistics
 Write = tuple[int, int]  # (position, token)
 State = frozenset[Write]
 
-CANDIDATE_TOKENS_PER_MASKED_POSITION = (
-    2  # number of likeliest tokens per position that drafts consider
-)
-PROBABILITY_FLOOR_BEFORE_LOGARITHM = 1e-300  # avoids log(0)
+# Drafts consider this many of the model's likeliest tokens at each masked position.
+CANDIDATE_TOKENS_PER_MASKED_POSITION = 2
+PROBABILITY_FLOOR_BEFORE_LOGARITHM = 1e-300  # smaller values are raised to this to avoid log(0)
 
 
 @dataclass(frozen=True)
 class Prediction:
     """The model's prediction of the token at one masked position."""
 
-    # The likeliest tokens, in descending order. For a sampled sequence, the order includes Gumbel
-    # noise.
+    # The likeliest tokens in descending order. For a sampled sequence, Gumbel noise is added to the
+    # logits before.
     tokens: list[int]
-    log_probs: list[float]  # log-probabilities of `tokens`
+    log_probs: list[float]  # log-probabilities of `tokens`, noise included
     confidence: float  # log-odds of the first token, before temperature and noise
 
 
@@ -55,7 +54,7 @@ class DraftPlan:
     masked: Sequence[int]  # masked positions, ascending
     start: int  # first position after the prompt, where the first block starts
     block_length: int
-    max_writes: int  # maximum number of writes in a state
+    max_writes: int  # maximum number of drafted tokens
 
     def open_positions(self, state: State) -> list[int]:
         """Return the positions that the next decoding step after `state` may write: the masked
@@ -171,10 +170,11 @@ def search_guided_states(
     """
     max_writes = min(length, plan.max_writes)
     tie_breaker = count()
-    # Entries are (negative log-probability, tie breaker, state, position of its last write).
+    # Entries are (negative log-probability, tie breaker, state as a set of writes, position of the
+    # last write).
     heap: list[tuple[float, int, State, int | None]] = []
     heappush(heap, (0.0, next(tie_breaker), frozenset(), statistics.last_position))
-    states: dict[State, None] = {}  # used as an ordered set
+    states: dict[State, None] = {}  # the keys are an ordered set; the values are unused
     while heap and len(states) < num_states:
         cost, _, state, last_position = heappop(heap)
         if state in states:

@@ -115,8 +115,8 @@ class MaskedRunner:
         return 0
 
     def finish_prefill(self, sequences: list[MaskedSequence]) -> None:
-        """Prepare new sequences for decoding: fill each with masks up to its full length, and give
-        it a row of the KV cache."""
+        """Prepare new sequences for decoding: append mask tokens up to the full length, and assign
+        a row of the KV cache."""
         for sequence in sequences:
             sequence.cache_row = self.free_rows.pop()
             length = self.options.output_positions(sequence.options.max_new_tokens)
@@ -210,7 +210,8 @@ def make_task_noise(task: SequenceTask, logits: torch.Tensor) -> torch.Tensor:
 
     logits: (num_predicted, vocab_size), ordered by state and position
     """
-    all_positions = task.positions[0]  # these include the positions of all other states
+    # The first state predicts all positions that any state predicts.
+    all_positions = task.positions[0]
     index_of_position = {position: index for index, position in enumerate(all_positions)}
     seed = torch.tensor([task.sequence.options.seed], device=logits.device)
     positions = torch.tensor([all_positions], device=logits.device)

@@ -26,8 +26,8 @@ from infer.masked.model import MaskedModel
 from infer.masked.sequence import MaskedDecodeStats
 from infer.targets.target import Target
 
-# Numbers of drafted tokens per round. The model computes one more copy of the sequence than tokens
-# are drafted.
+# Numbers of drafted tokens per round. With n drafted tokens, the model computes n + 1 partly masked
+# copies of the sequence.
 EVALUATED_DRAFT_LENGTHS = (1, 2, 3, 4, 5)
 # The last variant is 'guided' with the longest drafts. It computes this many partly masked copies
 # of the sequence per round.
@@ -48,7 +48,7 @@ def make_evaluation_options(evaluation: EvaluationConfig, masked: MaskedConfig) 
 def make_variants(options: MaskedOptions) -> list[DecodingVariant]:
     """Return the ways of decoding that an evaluation measures, first the baseline (step by step),
     then each method with each draft length."""
-    # DecodingVariant declares the options of causal targets, so the cast hides its types.
+    # DecodingVariant declares the option class of causal targets. The cast permits another class.
     make_variant = cast(Callable[..., DecodingVariant], DecodingVariant)
     variants = [make_variant("step by step", 1, replace(options, method="steps"))]
     for length in EVALUATED_DRAFT_LENGTHS:

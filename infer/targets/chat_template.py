@@ -56,7 +56,7 @@ def set_template_options(tokenizer: PreTrainedTokenizerBase, options: Mapping[st
             f"{{%- if {name} is not defined %}}{{% set {name} = {literal} %}}{{% endif -%}}"
         )
     defaults = "".join(statements)
-    if type(template) is dict:  # several templates by name
+    if type(template) is dict:  # the tokenizer has several named templates
         tokenizer.chat_template = {name: defaults + text for name, text in template.items()}
     else:
         tokenizer.chat_template = defaults + template

@@ -239,7 +239,7 @@ def read_tensor_shapes(path: str, files: Iterable[Path]) -> dict[str, Shape]:
     for file in files:
         try:
             with safe_open(file, "pt") as opened:
-                for name in opened.keys():  # noqa: SIM118
+                for name in opened.keys():  # noqa: SIM118  this object is not iterable
                     shapes[name] = tuple(opened.get_slice(name).get_shape())
         except (SafetensorError, OSError) as error:
             raise ValueError(

@@ -63,7 +63,8 @@ def get_added_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[str, int]:
     """Return a tokenizer's added tokens, including special tokens, as a dictionary from a token's
     text to its id. Ordinary text is never tokenised to an added token. Tokens that consist of
     whitespace are left out."""
-    added_tokens = cast(Any, tokenizer).added_tokens_decoder  # not declared in the base class
+    # The base class does not declare this attribute.
+    added_tokens = cast(Any, tokenizer).added_tokens_decoder
     ids = {token.content: id for id, token in added_tokens.items()}
     return {text: id for text, id in ids.items() if text.strip()}
 

@@ -56,7 +56,7 @@ class DecoderLayer:
     `Kernels.linear` takes."""
 
     kernels: Kernels
-    layer_type: str  # key of the layer's attention mask and rotary angles
+    layer_type: str  # selects the layer's attention mask and rotary angles
     num_heads: int  # number of query heads
     num_key_heads: int  # number of key/value heads
     attention_norm: RMSNormWeights  # the norm before attention
@@ -64,7 +64,7 @@ class DecoderLayer:
     # The norm after attention and the norm after the MLP (Gemma 2 and 3). None for other models.
     output_norms: tuple[RMSNormWeights, RMSNormWeights] | None
     qkv: object  # weights of the joint projection to queries, keys and values
-    qk_norm: RMSNormWeights | None  # norm of every query head and key head
+    qk_norm: RMSNormWeights | None  # applied to every query and key head
     attention_output: object  # weights of attention's output projection
     # A GatedMLP, or another function from normalised hidden states to the MLP's output. Both have
     # the shape (num_positions, hidden_size).

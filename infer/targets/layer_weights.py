@@ -70,7 +70,7 @@ def load_layer_weights(
     model.load_state_dict(weights, strict=False, assign=True)
     embedding = model.get_input_embeddings()
     scale = vars(embedding).get("scalar_embed_scale")
-    if scale:  # Gemma's scale is not in the weight files
+    if scale:  # Gemma's embedding scale is not in the files
         embedding.embed_scale = torch.tensor(scale, device=device)
     model.tie_weights()
 

@@ -68,7 +68,7 @@ def select_outputs(linear: nn.Module, output_ids: torch.Tensor) -> nn.Module:
     selected = copy(linear)
     selected._parameters = linear._parameters.copy()
     for name, weight in linear.named_parameters():
-        if name != "smooth":  # has one entry per input feature, not per output
+        if name != "smooth":  # `smooth` has one entry per input, not per output
             selected_weight = nn.Parameter(weight.data[output_ids], requires_grad=False)
             selected._parameters[name] = selected_weight
     return selected
@@ -230,7 +230,7 @@ def convert_layer(
             "attention projections with names that our decoder does not know "
             f"({type(attention).__name__})"
         )
-    # Convert norms before `join_linears` moves weights, because an unsupported norm raises.
+    # Convert norms first: `join_linears` below moves weights, and an unsupported norm raises.
     qk_norm = convert_qk_norm(attention, num_heads, num_key_heads)
     return DecoderLayer(
         kernels=kernels,

@@ -274,7 +274,7 @@ def load_target(
         model = build_meta_model(config, **options)
     refuse_unsupported_modules(model)
     if only_layers is not None:
-        # The files of a quantised model contain integer codes, from which layers cannot be loaded.
+        # Quantised decoder layers cannot be loaded separately, so none is loaded.
         layers = () if is_quantized else only_layers
         files = find_checkpoint_files(path, Path(download_model_folder(path)))
         load_layer_weights(path, files, model, layers, torch_dtype, torch_device)
@@ -287,7 +287,7 @@ def load_target(
     target = Target(model, tokenizer, path)
     if is_quantized and not target.is_int8:
         # Run one forward pass, so that an error of the quantisation kernels is raised now.
-        target.cache_shapes  # noqa: B018
+        target.cache_shapes  # noqa: B018  a cached property
     return target
 
 
@@ -422,5 +422,5 @@ def build_meta_model(config: PretrainedConfig, **options: Any) -> PreTrainedMode
     with torch.device("meta"):
         try:
             return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", **options)
-        except ValueError:  # the model's class has no SDPA attention
+        except ValueError:  # the model's class does not support SDPA
             return AutoModelForCausalLM.from_config(config, attn_implementation="eager", **options)

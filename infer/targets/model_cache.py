@@ -67,7 +67,8 @@ def create_cached_folder(
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_name(f".{folder.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the process ends, even if killed
+        # The operating system releases the lock when the process ends, even if it is killed.
+        fcntl.flock(lock, fcntl.LOCK_EX)
         problem = find_cache_problem(folder)
         if problem is None:  # another process created the folder meanwhile
             return folder
@@ -76,7 +77,8 @@ def create_cached_folder(
             message += f", again: {problem}"
         print(message, file=sys.stderr, flush=True)
         partial_folder = folder.with_name(f".{folder.name}")
-        for stale_folder in (folder, partial_folder):  # a killed process leaves the partial one
+        # A killed process may have left a partial folder.
+        for stale_folder in (folder, partial_folder):
             shutil.rmtree(stale_folder, ignore_errors=True)
         try:
             with report_activity(message):

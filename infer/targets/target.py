@@ -115,8 +115,8 @@ class Target:
     tokenizer: "PreTrainedTokenizerBase | None" = None
     name: str = "target"
     # Whether the layers are sharded over several processes (`infer.targets.loading.shard_target`).
-    # All processes must then run every forward pass, so none of them may skip a pass because of its
-    # own clock.
+    # All processes must then run every forward pass together, so none of them may stop by its own
+    # clock.
     is_sharded: bool = False
 
     def __post_init__(self) -> None:
@@ -197,7 +197,8 @@ class Target:
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the input of the first layer for token ids of any shape. The result has one more
         axis, of the hidden size."""
-        # Gemma's embedding module multiplies its output by a factor itself; Granite's does not.
+        # Granite's embedding is multiplied by a factor here. Gemma's embedding module does this
+        # itself.
         embedded = self.embedding(ids)
         multiplier = get_setting(self.config, "embedding_multiplier")
         return embedded * multiplier if multiplier else embedded

@@ -12,7 +12,7 @@ from torch import nn
 WATCHED_VALUES_PER_WEIGHT_MATRIX = 16
 # Number of parameters whose identity and address are compared in every decoding round.
 WATCHED_PARAMETERS_CHECKED_PER_ROUND = 32
-get_version = attrgetter("_version")  # returns PyTorch's count of writes to a tensor
+get_version = attrgetter("_version")  # returns how often a tensor was written to
 
 
 class WeightWatcher:
