@@ -58,7 +58,10 @@ class DraftPlan:
 
     def open_positions(self, state: State) -> list[int]:
         """Return the positions that the next decoding step after `state` may write: the masked
-        positions of the first block that still has masks."""
+        positions of the first block that still has masks.
+
+        state: set of drafted (position, token) pairs
+        """
         written = {position for position, _ in state}
         open_positions: list[int] = []
         for position in self.masked:
@@ -130,14 +133,15 @@ def choose_chain_writes(predictions: Predictions, plan: DraftPlan, length: int) 
 
 
 def make_chain_states(writes: Sequence[Write]) -> list[State]:
-    """Return the states of a chain (SSD section 3.2.3): the first 0, 1, 2, ... of the `writes`,
-    each a set of writes. The empty set is the current sequence."""
+    """Return the states of a chain of drafts (SSD section 3.2.3). A state is a set of writes. There
+    is one state for each prefix of `writes`, beginning with the empty prefix, which is the current
+    sequence."""
     return [frozenset(writes[:size]) for size in range(len(writes) + 1)]
 
 
 def make_mixed_states(writes: Sequence[Write], plan: DraftPlan) -> list[State]:
-    """Return the states of a chain, and states in which two neighbouring writes are swapped (SSD
-    section 5.2). A state is a set of writes.
+    """Return the states of a chain of drafts, and states in which two neighbouring writes are
+    swapped (SSD section 5.2). A state is a set of writes, each a (position, token) pair.
 
     For each state of the chain, one more state skips the next write and makes the write after it.
     Writes of different blocks are not swapped, so there are at most twice as many states as writes.
@@ -156,8 +160,9 @@ def search_guided_states(
     num_states: int,
     statistics: SequenceStatistics,
 ) -> list[State]:
-    """Return the `num_states` likeliest states (sets of at most `length` writes), likeliest first.
-    The search is the best-first search of DDTree's algorithm 1, with states instead of prefixes.
+    """Return the `num_states` likeliest states, likeliest first. A state is a set of at most
+    `length` writes, each a (position, token) pair. The search is the best-first search of DDTree's
+    algorithm 1, with states instead of prefixes.
 
     The probability of a write is the probability that its position is written next, times the
     probability of its token. At each position the search considers the model's likeliest tokens,
@@ -206,13 +211,16 @@ def estimate_position_probabilities(
     last_position: int | None,
     statistics: SequenceStatistics,
 ) -> list[tuple[int, float]]:
-    """Return for each open position the probability that it is written next.
+    """Return (position, probability that it is written next) for each open position with a
+    prediction.
 
+    predictions: the model's predictions, by position
     open_positions: the positions that the next decoding step may write
     last_position: the position that was written last
 
-    The probability is proportional to the exponential of the confidence. It is then mixed with how
-    often, in this sequence, a write came directly to the right of the previous write.
+    The probability is proportional to the exponential of the prediction's confidence. It is then
+    mixed with how often, in this sequence, a write came directly to the right of the previous
+    write.
     """
     positions = [position for position in open_positions if position in predictions]
     if not positions:
@@ -235,12 +243,13 @@ def estimate_position_probabilities(
 def estimate_token_probabilities(
     prediction: Prediction, position: int, written: dict[int, int], statistics: SequenceStatistics
 ) -> list[tuple[int, float]]:
-    """Return the likeliest tokens of a position and their probabilities.
+    """Return (token, probability) for the likeliest tokens at a position.
+
+    prediction: the model's prediction at this position
+    written: tokens that are drafted at other positions, by position
 
     The model's probabilities are mixed with the token that the statistics of the sequence predict.
     The weight of this token is the share of such predictions that were right.
-
-    written: writes that are drafted so far, as a dictionary from position to token
     """
     probabilities = {
         token: math.exp(log_prob)
@@ -275,11 +284,12 @@ def pick_states(
 def take_steps(
     states: Sequence[State], predictions: Sequence[Predictions], plan: DraftPlan
 ) -> tuple[list[Write], int]:
-    """Follow step-by-step decoding as long as the reached state is one of `states`, which have been
-    computed. Return the writes of these steps in order, and the index of the last computed state
-    that was reached.
+    """Take decoding steps as long as the state that they reach is in `states`, for which the model
+    has been run. Return the writes of these steps in order, and the index of the state before the
+    last write.
 
-    predictions: for each state, a dictionary from position to prediction
+    states: sets of writes, each a (position, token) pair
+    predictions: for each state, the model's predictions by position
 
     The last write leads to a state that was not computed. It is the extra token of SSD's algorithm
     1.

@@ -197,7 +197,8 @@ class MaskedModel:
         return self._exclude_mask_token(self.model.get_output_embeddings()(hidden))
 
     def _exclude_mask_token(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the logits (..., vocab_size) with minus infinity for the mask token."""
+        """Return a copy of the logits (..., vocab_size) in which the mask token has minus
+        infinity."""
         is_mask_token = torch.arange(logits.shape[-1], device=logits.device) == self.mask_token_id
         return logits.masked_fill(is_mask_token, -torch.inf)
 

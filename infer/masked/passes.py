@@ -75,8 +75,8 @@ class FullRowPasses:
     def list_positions_to_predict(
         self, sequence: MaskedSequence, plan: DraftPlan, states: Sequence[State]
     ) -> list[list[int]]:
-        """Return the positions to predict, a list for each state. They are all positions that this
-        round or the next round may write."""
+        """Return the positions to predict, a list for each state (copy of the sequence with drafted
+        tokens). They are all positions that this round or the next round may write."""
         reachable = plan.masked[: 2 * (MAX_MASKED_DRAFT_LENGTH + 1)]
         last_block = plan.block_index(reachable[-1])
         positions = [
@@ -182,8 +182,9 @@ class DualCachePasses:
         self.buffer = model.allocate_cache(options.max_num_seqs, capacity)
 
     def make_plan(self, sequence: MaskedSequence) -> DraftPlan:
-        """Return the limits of a round's drafts, which end before the next full step. Also set
-        `sequence.is_full_step`, which tells whether the next step computes the whole sequence."""
+        """Return the limits of a round's drafts, which end before the next step that computes the
+        whole sequence. Also set `sequence.is_full_step`: whether the round's first step computes
+        the whole sequence."""
         open_positions = sequence.make_plan(self.block_length, 0).open_positions(frozenset())
         num_open = len(open_positions)
         sequence.is_full_step = num_open == self.block_length
@@ -193,9 +194,10 @@ class DualCachePasses:
     def list_positions_to_predict(
         self, sequence: MaskedSequence, plan: DraftPlan, states: Sequence[State]
     ) -> list[list[int]]:
-        """Return the positions to predict, a list for each state: the masked positions of the
-        current block. In a full step, the first state also predicts the masked positions of the
-        next block."""
+        """Return the positions to predict, a list for each state (copy of the sequence with drafted
+        tokens). They are the masked positions of the current block. If the round's first step
+        computes the whole sequence, the first state also predicts the masked positions of the next
+        block."""
         positions = plan.open_positions(frozenset())
         first_positions = positions
         if sequence.is_full_step:
@@ -207,9 +209,9 @@ class DualCachePasses:
         return [first_positions, *([positions] * (len(states) - 1))]
 
     def get_pass_group(self, sequence: MaskedSequence) -> bool:
-        """Return a value that is equal for sequences that can share a forward pass: whether the
-        next step of the sequence is a full step. A pass with both kinds of steps would pad blocks
-        to whole sequences, which would cost as much as the cache saves."""
+        """Return a value that is equal for sequences that can share a forward pass. The value tells
+        whether the round's first step computes the whole sequence or only a block. A pass with both
+        would pad blocks to whole sequences, which would cost as much as the cache saves."""
         return sequence.is_full_step
 
     def compute_logits(self, tasks: Sequence[SequenceTask]) -> torch.Tensor:
@@ -249,11 +251,13 @@ class DualCachePasses:
     def _concatenate_state_blocks(
         self, tasks: Sequence[SequenceTask], starts: Sequence[int], is_full: bool
     ) -> torch.Tensor:
-        """Return the token ids of the blocks of all states, concatenated per sequence:
-        (num_sequences, num_states * block_width). In a full pass the first state is computed as a
-        whole sequence, so it has no block.
+        """Return the token ids of the current block in all states (copies of a sequence with
+        drafted tokens). They are concatenated per sequence: (num_sequences, num_states *
+        block_width). In a full pass the first state is computed as a whole sequence, so it has no
+        block.
 
         starts: the first computed position of each sequence's block
+        is_full: whether the pass computes whole sequences
         """
         blocks = []
         for task, start in zip(tasks, starts, strict=True):

@@ -75,10 +75,10 @@ def find_turn_end_id(tokenizer: "PreTrainedTokenizerBase", template: str) -> int
     template shows no such token.
 
     A chat is rendered twice: once with the assistant's answer as the last message, once with
-        another question after the answer. Only added tokens that directly follow the answer in both
-        renderings belong to the assistant's turn. The last of them ends the turn. A token that
-        follows the answer in only one rendering begins the next turn (GLM), or it ends a message
-        after which the same turn may continue (`<|end|>` of gpt-oss).
+    another question after the answer. The added tokens that directly follow the answer in both
+    renderings belong to the assistant's turn, and the last of them ends the turn. A token that
+    follows the answer in only one rendering begins the next turn (GLM), or it ends a message after
+    which the same turn may continue (`<|end|>` of gpt-oss).
 
     template: text of the chat template; part of this function's cache key, so that a changed
         template is analysed again

@@ -244,7 +244,7 @@ class KernelDecoder:
         states: any tensor with the dtype and device of the layers
 
         A table that was computed for a longer cache is also right for a shorter one:
-            `Target.allocate_cache` refuses every capacity at which rotary angles would change.
+        `Target.allocate_cache` refuses every capacity at which rotary angles would change.
         """
         table = self.rope_tables.get(layer_type)
         if table is None or len(table[0]) < capacity:

@@ -109,8 +109,9 @@ def join_linears(modules: list[nn.Module]) -> object:
 
 
 def join_linear_copies(modules: list[nn.Module]) -> object:
-    """Join copies of several linear layers with the same input and without bias, so that one matmul
-    computes all of them. Return the joined weights in the form that `Kernels.linear` takes."""
+    """Join several linear layers with the same input and without bias, so that one matmul computes
+    all of them. Return the joined weights in the form that `Kernels.linear` takes. They are copies;
+    the layers keep their own weights."""
     first: Any = modules[0]
     if hasattr(first, "can_join"):
         return first.join(modules, torch.cat)

@@ -74,8 +74,8 @@ UNUSABLE_GPU_TORCH_HINT = (
 
 def resolve_device(name: str) -> torch.device:
     """Return the device for a value of the option target.device. The value "auto" means CUDA if it
-    is available, otherwise the CPU. Raises ValueError if the device cannot be used. With "auto",
-    this includes a machine whose GPU torch cannot use."""
+    is available, otherwise the CPU. Raises ValueError if the device cannot be used, or if the value
+    is "auto" and torch cannot use the machine's GPU."""
     has_cuda = torch.cuda.is_available()
     if name == "auto":
         hides_gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")

@@ -75,7 +75,10 @@ def read_model_config_dict(path: str) -> dict:
     with explain_load_errors(path):
         config, _ = PretrainedConfig.get_config_dict(resolve_path(path))
         if not config.get("model_type"):
-            raise OSError(f"{path} has no config.json, or its config.json has no model_type")
+            raise OSError(
+                f"{path} has no config.json, or its config.json has no model_type; give a model's "
+                "folder or hub id"
+            )
     return config
 
 

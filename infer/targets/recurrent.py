@@ -65,7 +65,7 @@ def compute_recurrence_segment(
     state: torch.Tensor,
     segment: RecurrenceSegment,
 ) -> RecurrenceSegmentResult:
-    """Compute the outputs of a recurrent layer for one segment of positions.
+    """Compute the outputs of a recurrent layer for one segment of `length` positions.
 
     queries, keys: (B, num_heads, length, key_size)
     values: (B, num_heads, length, value_size)
@@ -75,6 +75,7 @@ def compute_recurrence_segment(
         what the state returns for its key; None means that values are added without this
         subtraction (Mamba-2)
     state: (B, num_heads, key_size, value_size), the state before the segment
+    segment: tells which positions are ancestors of which
     """
     ancestors = segment.ancestors
     # (B, H, length, 1 or key_size), sum of the log decays from the segment's start to the position
@@ -140,8 +141,8 @@ class CacheShapes:
 
 @dataclass
 class RecurrentStates:
-    """The states of all recurrent layers, with one batch row per sequence. They are committed: they
-    cover exactly the tokens in the sequence's KV cache.
+    """The states of all recurrent layers, with one batch row per sequence. A state covers exactly
+    the cached tokens of its sequence.
 
     Set `predecessors` before a forward pass. A pass over chains of consecutive tokens updates the
     states to the end of the chains. A pass over draft trees leaves the states unchanged, and stores

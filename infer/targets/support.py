@@ -100,9 +100,8 @@ def get_attention_windows(config: "PretrainedConfig") -> dict[str, int | None]:
     size is a number of positions, including the query's own. None means that a query attends to all
     earlier positions.
 
-    The keys are those under which the model takes its attention masks. If the config's class has no
-    `layer_types` (Mistral, Phi-3), the model takes one mask for all layers, and the only key is
-    "all".
+    The keys are the layer types in the config. If the config's class has no `layer_types` (Mistral,
+    Phi-3), all layers use the same attention mask, and the only key is "all".
     """
     window = get_setting(config, "sliding_window")
     layer_types = get_setting(config, "layer_types") or []

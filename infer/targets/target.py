@@ -195,8 +195,8 @@ class Target:
         return references
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the input of the first layer for token ids of any shape. The result has one more
-        axis, of the hidden size."""
+        """Return the input of the first layer, (..., hidden_size), for token ids (...) of any
+        shape."""
         # Granite's embedding is multiplied by a factor here. Gemma's embedding module does this
         # itself.
         embedded = self.embedding(ids)
@@ -406,6 +406,7 @@ class Target:
         cache.
 
         ids: the next token ids of every batch row
+        feature_layer_ids: ids of the layers whose outputs are returned
         run_decoder: function to use in place of `Target.run_decoder`
 
         Returns hidden states with the axes (batch row, token, feature). Batch rows with fewer
@@ -445,8 +446,10 @@ class Target:
 
         ancestors: (B, num_nodes, num_nodes) bool; entry [b, i, j] is true if node j is node i or an
             ancestor of node i
+        feature_layer_ids: ids of the layers whose outputs are returned
 
-        The cache stores all nodes until `KVCache.commit` keeps the nodes of one path.
+        Returns the hidden states of all nodes. The cache stores all nodes until `KVCache.commit`
+        keeps the nodes of one path.
         """
         rows, width = tree.tokens.shape
         cache_view = cache.make_view(width, tree.node_mask)
@@ -535,12 +538,12 @@ def compare_with_transformers(
             actual - states, expected - states, target.is_int8, float(states.norm())
         ):
             raise UnsupportedLayer(
-                f"layers with other outputs than our decoder's ({type(module).__name__})"
+                f"layers that compute other outputs than our decoder's ({type(module).__name__})"
             )
         states = expected
     last_normed = decoder.kernels.rms_norm(states, decoder.final_norm)
     if not equals_up_to_rounding(last_normed, last.flatten(0, 1), target.is_int8):
-        raise UnsupportedLayer("a final norm with another output than our decoder's")
+        raise UnsupportedLayer("a final norm that computes another output than our decoder's")
 
 
 def pad_token_ids(rows: list[list[int]], device: torch.device) -> torch.Tensor:
