@@ -37,8 +37,8 @@ PROBABILITY_FLOOR_BEFORE_LOGARITHM = 1e-300  # smaller values are raised to this
 class Prediction:
     """The model's prediction of the token at one masked position."""
 
-    # The likeliest tokens in descending order. For a sampled sequence, Gumbel noise is added to the
-    # logits before.
+    # The likeliest tokens in descending order. For a sampled sequence, Gumbel noise is first added
+    # to the logits.
     tokens: list[int]
     log_probs: list[float]  # log-probabilities of `tokens`, noise included
     confidence: float  # log-odds of the first token, before temperature and noise

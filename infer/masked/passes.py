@@ -24,8 +24,8 @@ from infer.masked.sequence import MaskedSequence
 
 @dataclass(frozen=True)
 class SequenceTask:
-    """What one round computes for one sequence: its states, which are copies with some drafted
-    tokens, and the positions to predict in each."""
+    """What one round computes for one sequence: its states (copies with some drafted tokens), and
+    the positions to predict in each state."""
 
     sequence: MaskedSequence
     plan: DraftPlan
@@ -60,7 +60,8 @@ def pad_rows(tasks: Sequence[SequenceTask]) -> torch.Tensor:
 
 class FullRowPasses:
     """Forward passes without a KV cache, which compute each state (copy of a sequence with drafted
-    tokens) as a whole. They are exact, and work with any masked model."""
+    tokens) as a whole. Predictions are exact, unlike those with a KV cache, and any masked model is
+    supported."""
 
     def __init__(self, model: MaskedModel, options: MaskedConfig) -> None:
         self.model = model

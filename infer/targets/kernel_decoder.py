@@ -70,8 +70,8 @@ class DecoderLayer:
     # the shape (num_positions, hidden_size).
     mlp: Callable[[torch.Tensor], torch.Tensor]
     attention_scale: float  # attention scores are multiplied by this factor
-    # The outputs of attention and MLP are multiplied by this factor before they are added to the
-    # residual stream (Granite).
+    # The outputs of attention and of the MLP are multiplied by this factor before they are added to
+    # the residual stream (Granite).
     residual_scale: float
     uses_rope: bool
 

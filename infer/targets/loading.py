@@ -327,7 +327,8 @@ def load_configured_target(
     """Load the target that the section `target` of a command's options describes. Raises the
     exceptions of `load_target`.
 
-    only_layers: load only these decoder layers, the embedding, the final norm and the head
+    only_layers: load only these decoder layers, the embedding, the final norm and the head; None
+        means the whole model
     """
     return load_target(
         config.path,

@@ -15,8 +15,8 @@ import torch
 # Number of positions of a chain or packed sequence for which the recurrence is solved in one step.
 RECURRENCE_SEGMENT_POSITIONS = 64
 # Values of `Predecessors.previous` for positions without a predecessor among the new positions.
-CACHED_STATE_PREDECESSOR_INDEX = -1  # continues the state after the cached tokens
-NO_PREDECESSOR_INDEX = -2  # first token of a document
+CACHED_STATE_PREDECESSOR_INDEX = -1  # the position continues the cached state
+NO_PREDECESSOR_INDEX = -2  # the position begins a document
 
 
 @dataclass(frozen=True)

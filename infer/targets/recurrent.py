@@ -108,9 +108,9 @@ def compute_recurrence_segment(
 
 
 def transpose_to_heads_first(states: torch.Tensor, heads: int) -> torch.Tensor:
-    """Transpose `states` (B, length, num_state_heads, ...) to (B, heads, length, ...) in float32.
-    If there are fewer heads than `heads`, each head is repeated; `heads` must be a multiple of
-    num_state_heads."""
+    """Transpose `states` (B, length, num_state_heads, ...) to (B, heads, length, ...), and convert
+    it to float32. If num_state_heads is less than `heads`, each head is repeated; `heads` must be a
+    multiple of num_state_heads."""
     states = states.transpose(1, 2).float()
     if states.shape[1] == heads:
         return states
@@ -374,7 +374,7 @@ class RecurrentStates:
         """
         predecessors = self._current_predecessors()
         shape = (queries.shape[1], queries.shape[-1], values.shape[-1])
-        if predecessors.valid_mask is not None:  # padding must not change the state
+        if predecessors.valid_mask is not None:  # padding must leave the state unchanged
             padding = ~predecessors.valid_mask[:, None, :, None]
             decay = decay.masked_fill(padding, 0)
             values = values.masked_fill(padding, 0)

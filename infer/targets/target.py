@@ -155,7 +155,7 @@ class Target:
 
     @property
     def head_module(self) -> nn.Module:
-        """Return the language model head."""
+        """Return the language model head, which maps hidden states to logits."""
         return cast(nn.Module, self.model.get_output_embeddings())
 
     @property
@@ -478,7 +478,7 @@ class Target:
 
 
 def supports_ragged(target: Target) -> bool:
-    """Return whether the draft trees in one forward pass of the target may have different numbers
+    """Return whether one forward pass of the target may verify draft trees with different numbers
     of nodes."""
     return target.kernel_decoder is not None and target.kernels.supports_ragged
 
