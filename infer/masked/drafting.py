@@ -1,17 +1,17 @@
-"""Drafts of a masked diffusion model for itself (self speculative decoding, SSD, section 3.2):
-states of the sequence that decoding is likely to reach.
+"""Drafts that a masked diffusion model makes for itself (self speculative decoding, SSD, section
+3.2).
 
-A *write* puts a token at a position. A *state* is a set of writes that are applied to the current
-sequence. The empty state is the current sequence itself. Step-by-step decoding goes from state to
-state, one write at a time. A round of SSD picks states that are likely to be reached, and computes
-all of them in one forward pass. It then takes the same steps as step-by-step decoding, as long as
-the reached state was computed. The output therefore does not depend on which states were picked.
+A *write* puts a token at a masked position. A *state* is the set of writes that turn the current
+sequence into a less masked copy of it. The empty state is the current sequence itself.
+
+Step-by-step decoding makes one write after the other, each after a forward pass over the current
+state. A round of SSD guesses which states decoding will reach, and computes all of them in one
+forward pass. It then follows step-by-step decoding as long as the reached state was computed. The
+output therefore does not depend on the guesses.
 
 Chains of drafts are those of the paper's section 3.2, and swapped drafts those of its section 5.2.
-Guided trees are our addition. States are sets: writing b and then a leads to the same state as
-writing a and then b, and this state is computed once.
-
-P masked positions of all states, K likeliest tokens of a position, V vocabulary size.
+Guided trees are our addition. A state is a set because the order of writes does not matter: "b and
+then a" and "a and then b" lead to the same state, which is computed once.
 """
 
 import math
@@ -28,39 +28,40 @@ from infer.masked.ngram_statistics import SequenceStatistics
 Write = tuple[int, int]  # (position, token)
 State = frozenset[Write]
 
-CANDIDATE_TOKENS_PER_MASKED_POSITION = (
-    2  # K: so many of the likeliest tokens of each position are considered
-)
-PROBABILITY_FLOOR_BEFORE_LOGARITHM = (
-    1e-300  # lower probabilities are raised to this, which avoids log(0)
-)
+# Drafts consider this many of the model's likeliest tokens at each masked position.
+CANDIDATE_TOKENS_PER_MASKED_POSITION = 2
+PROBABILITY_FLOOR_BEFORE_LOGARITHM = 1e-300  # smaller values are raised to this to avoid log(0)
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The model's prediction at one masked position."""
+    """The model's prediction of the token at one masked position."""
 
-    # The K likeliest tokens in descending order. If the sequence is sampled, noise is included.
+    # The likeliest tokens in descending order. For a sampled sequence, Gumbel noise is first added
+    # to the logits.
     tokens: list[int]
-    log_probs: list[float]  # log-probabilities of `tokens`
-    confidence: float  # log-odds of the first token
+    log_probs: list[float]  # log-probabilities of `tokens`, noise included
+    confidence: float  # log-odds of the first token, before temperature and noise
 
 
-Predictions = dict[int, Prediction]  # key: position
+Predictions = dict[int, Prediction]  # keys are positions in the sequence
 
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """The masked positions of a sequence, and the limits of a round's drafts."""
+    """The masked positions of a sequence, and the limits of the drafts of one round."""
 
-    masked: Sequence[int]  # positions that contain a mask, ascending
-    start: int  # first position of the first block: the prompt's length
+    masked: Sequence[int]  # masked positions, ascending
+    start: int  # first position after the prompt, where the first block starts
     block_length: int
-    max_writes: int  # maximum number of writes of a state
+    max_writes: int  # maximum number of drafted tokens
 
     def open_positions(self, state: State) -> list[int]:
-        """Return the positions among which the next step after `state` chooses: the masked
-        positions of the first unfinished block."""
+        """Return the positions that the next decoding step after `state` may write: the masked
+        positions of the first block that still has masks.
+
+        state: set of drafted (position, token) pairs
+        """
         written = {position for position, _ in state}
         open_positions: list[int] = []
         for position in self.masked:
@@ -79,30 +80,34 @@ class DraftPlan:
 def summarise_logits(
     logits: torch.Tensor, temperature: float, noise: torch.Tensor | None
 ) -> torch.Tensor:
-    """Reduce the logits (P, V) of masked positions to the values that the host needs.
+    """Reduce the logits of masked positions to the values that the host needs.
 
-    `noise` (P, V) is the Gumbel noise of a sampled sequence, or None. The result is (P, 1 + 2 K)
-    float64 on the device. Its columns are the confidence of the likeliest token, the
+    logits: (num_positions, vocab_size)
+    noise: Gumbel noise of the same shape for a sampled sequence, None for greedy decoding
+
+    Returns a float64 tensor (num_positions, 1 + 2 * K) on the device, where K is
+    CANDIDATE_TOKENS_PER_MASKED_POSITION. Its columns are the confidence of the likeliest token, the
     log-probabilities of the K likeliest tokens, and the ids of these tokens. `parse_predictions`
-    reads the columns.
+    reads them.
 
     The confidence is the probability before temperature, as in LLaDA's decoding. It is stored as
-    log-odds, which have the same order. Unlike probabilities, log-odds stay distinct close to
-    probability 1, and rounding errors of the logits are not amplified.
+    log-odds, which have the same order as probabilities. Log-odds stay distinct close to
+    probability 1, and do not amplify rounding errors of the logits.
     """
     logits = logits.double()
     scores = logits if noise is None else logits / temperature + noise
-    top_scores, tokens = scores.topk(CANDIDATE_TOKENS_PER_MASKED_POSITION, dim=-1)  # (P, K)
+    # (num_positions, num_candidates)
+    top_scores, tokens = scores.topk(CANDIDATE_TOKENS_PER_MASKED_POSITION, dim=-1)
     log_probs = top_scores - scores.logsumexp(-1, keepdim=True)
     first_token = tokens[:, :1]
     other_mass = logits.scatter(-1, first_token, -math.inf).logsumexp(-1, keepdim=True)
-    confidence = logits.gather(-1, first_token) - other_mass  # (P, 1)
+    confidence = logits.gather(-1, first_token) - other_mass  # (num_positions, 1)
     return torch.cat([confidence, log_probs, tokens.double()], -1)
 
 
 def parse_predictions(rows: Sequence[Sequence[float]], positions: Sequence[int]) -> Predictions:
-    """Convert rows of the result of `summarise_logits` to predictions. Row i belongs to
-    positions[i]."""
+    """Convert rows of the tensor from `summarise_logits` to a dictionary from position to
+    prediction. Row i belongs to positions[i]."""
     predictions = {}
     for position, row in zip(positions, rows, strict=True):
         tokens = [int(token) for token in row[1 + CANDIDATE_TOKENS_PER_MASKED_POSITION :]]
@@ -112,8 +117,9 @@ def parse_predictions(rows: Sequence[Sequence[float]], positions: Sequence[int])
 
 
 def choose_chain_writes(predictions: Predictions, plan: DraftPlan, length: int) -> list[Write]:
-    """Return the `length` likeliest writes, in the order in which steps would make them: block by
-    block, and by confidence within a block (SSD section 3.2.2)."""
+    """Return the `length` likeliest writes in the order in which decoding would make them: block by
+    block, and by descending confidence within a block (SSD section 3.2.2). A write is (position,
+    token)."""
     positions = [position for position in plan.masked if position in predictions]
     positions.sort(
         key=lambda position: (
@@ -127,17 +133,18 @@ def choose_chain_writes(predictions: Predictions, plan: DraftPlan, length: int) 
 
 
 def make_chain_states(writes: Sequence[Write]) -> list[State]:
-    """Return the states of a chain: the current sequence, and then a state for each write, which
-    consists of this write and all writes before (SSD section 3.2.3)."""
+    """Return the states of a chain of drafts (SSD section 3.2.3). A state is a set of writes. There
+    is one state for each prefix of `writes`, beginning with the empty prefix, which is the current
+    sequence."""
     return [frozenset(writes[:size]) for size in range(len(writes) + 1)]
 
 
 def make_mixed_states(writes: Sequence[Write], plan: DraftPlan) -> list[State]:
-    """Return the states of a chain and the states with swapped writes (SSD section 5.2).
+    """Return the states of a chain of drafts, and states in which two neighbouring writes are
+    swapped (SSD section 5.2). A state is a set of writes, each a (position, token) pair.
 
-    For each state of the chain there is one more state that skips the next write and makes the
-    write after it. There are at most twice as many states as writes, since writes of two different
-    blocks are not swapped.
+    For each state of the chain, one more state skips the next write and makes the write after it.
+    Writes of different blocks are not swapped, so there are at most twice as many states as writes.
     """
     states = make_chain_states(writes)
     for size, (write, next_write) in enumerate(zip(writes, writes[1:], strict=False)):
@@ -153,24 +160,26 @@ def search_guided_states(
     num_states: int,
     statistics: SequenceStatistics,
 ) -> list[State]:
-    """Return the `num_states` likeliest states, likeliest first. The search is the best-first
-    search of DDTree's algorithm 1, with states instead of prefixes.
+    """Return the `num_states` likeliest states, likeliest first. A state is a set of at most
+    `length` writes, each a (position, token) pair. The search is the best-first search of DDTree's
+    algorithm 1, with states instead of prefixes.
 
     The probability of a write is the probability that its position is written next, times the
-    probability of its token. At each position the search considers the model's likeliest tokens and
-    the token that the statistics predict. A state has at most `length` writes.
+    probability of its token. At each position the search considers the model's likeliest tokens,
+    and the token that the statistics of the sequence predict.
 
-    The probability of a state is the product of the probabilities of its writes, in the likeliest
-    order of these writes. A state is at most as probable as the state before its last write. The
-    search therefore finds the likeliest states. It also finds, for each of them, the states that
-    its likeliest order passes through.
+    The probability of a state is the product of the probabilities of its writes, in their likeliest
+    order. It is at most the probability of the state without its last write. A best-first search
+    therefore finds the likeliest states, and with each state also the states through which its
+    likeliest order passes.
     """
     max_writes = min(length, plan.max_writes)
     tie_breaker = count()
-    # Entries: negative log-probability, tie breaker, state, position of the state's last write.
+    # Entries are (negative log-probability, tie breaker, state as a set of writes, position of the
+    # last write).
     heap: list[tuple[float, int, State, int | None]] = []
     heappush(heap, (0.0, next(tie_breaker), frozenset(), statistics.last_position))
-    states: dict[State, None] = {}  # the keys are an ordered set
+    states: dict[State, None] = {}  # the keys are an ordered set; the values are unused
     while heap and len(states) < num_states:
         cost, _, state, last_position = heappop(heap)
         if state in states:
@@ -202,10 +211,16 @@ def estimate_position_probabilities(
     last_position: int | None,
     statistics: SequenceStatistics,
 ) -> list[tuple[int, float]]:
-    """Return for each open position the probability that it is written next.
+    """Return (position, probability that it is written next) for each open position with a
+    prediction.
 
-    The probability is proportional to the exponential of the confidence. It is mixed with the
-    sequence's rate of writes that were directly to the right of the write before.
+    predictions: the model's predictions, by position
+    open_positions: the positions that the next decoding step may write
+    last_position: the position that was written last
+
+    The probability is proportional to the exponential of the prediction's confidence. It is then
+    mixed with how often, in this sequence, a write came directly to the right of the previous
+    write.
     """
     positions = [position for position in open_positions if position in predictions]
     if not positions:
@@ -228,11 +243,13 @@ def estimate_position_probabilities(
 def estimate_token_probabilities(
     prediction: Prediction, position: int, written: dict[int, int], statistics: SequenceStatistics
 ) -> list[tuple[int, float]]:
-    """Return the likeliest tokens of a position and their probabilities.
+    """Return (token, probability) for the likeliest tokens at a position.
 
-    The model's probabilities are mixed with the token that the statistics predict. The weight of
-    the predicted token is the hit rate of such predictions. `written` are the writes of the state,
-    from position to token.
+    prediction: the model's prediction at this position
+    written: tokens that are drafted at other positions, by position
+
+    The model's probabilities are mixed with the token that the statistics of the sequence predict.
+    The weight of this token is the share of such predictions that were right.
     """
     probabilities = {
         token: math.exp(log_prob)
@@ -250,7 +267,8 @@ def estimate_token_probabilities(
 def pick_states(
     predictions: Predictions, plan: DraftPlan, options: MaskedConfig, statistics: SequenceStatistics
 ) -> list[State]:
-    """Return the states that a round computes. The first state is the current sequence."""
+    """Choose the states (sets of drafted writes) that a round computes, by `options.method`. The
+    first state is the current sequence."""
     if options.method == "guided":
         return search_guided_states(
             predictions, plan, options.draft_length, options.budget, statistics
@@ -266,11 +284,15 @@ def pick_states(
 def take_steps(
     states: Sequence[State], predictions: Sequence[Predictions], plan: DraftPlan
 ) -> tuple[list[Write], int]:
-    """Take decoding steps as long as the reached state is one of the computed `states`.
+    """Take decoding steps as long as the state that they reach is in `states`, for which the model
+    has been run. Return the writes of these steps in order, and the index of the state before the
+    last write.
 
-    `predictions` has one entry per state. Return the writes in order, and the index of the state
-    from which the last write was chosen. The last write leads to a state that was not computed; it
-    is the extra token of SSD's Algorithm 1.
+    states: sets of writes, each a (position, token) pair
+    predictions: for each state, the model's predictions by position
+
+    The last write leads to a state that was not computed. It is the extra token of SSD's algorithm
+    1.
     """
     index_of_state = {state: index for index, state in enumerate(states)}
     index: int | None = index_of_state[frozenset()]
@@ -281,7 +303,7 @@ def take_steps(
         state_predictions = predictions[index]
         position = max(
             plan.open_positions(states[index]),
-            # If two positions have the same confidence, the lower position comes first.
+            # On equal confidence, take the lower position.
             key=lambda position: (state_predictions[position].confidence, -position),
         )
         write = (position, state_predictions[position].tokens[0])

@@ -3,12 +3,12 @@ the same output in fewer forward passes.
 
 A sequence consists of a prompt and of mask tokens. A step predicts the tokens of all masked
 positions, and writes the most confident prediction of the first unfinished block (SSD section 3.1,
-LLaDA's low-confidence remasking). A round of SSD computes several states of the sequence in one
-forward pass. It then takes steps as long as the reached state was computed (SSD Algorithm 1).
-Step-by-step decoding consists of rounds that compute only the current state, so the same code does
-both.
+LLaDA's low-confidence remasking).
 
-Q predicted positions of all sequences and states, V vocabulary size.
+A round of SSD guesses which tokens the next steps will write. It computes several states of the
+sequence, which are copies with some of these tokens written, in one forward pass. It then takes
+steps as long as the reached state was computed (SSD algorithm 1). Step-by-step decoding is the same
+code with rounds that compute only the current sequence.
 """
 
 import time
@@ -41,8 +41,8 @@ class MaskedEngine(Engine):
 
     `capacity` is the number of positions of a sequence, for prompt and output together. Only the
     last block of an output may exceed it. In float32 the output of a sequence depends neither on
-    the other sequences of the batch nor on the drafts. Lower precisions round differently in other
-    batch shapes.
+    the other sequences of the batch nor on the drafts. In lower precisions, rounding depends on the
+    shape of the batch.
     """
 
     def __init__(
@@ -54,7 +54,8 @@ class MaskedEngine(Engine):
     ) -> None:
         MaskedConfig.check(options)
         runner = MaskedRunner(model, options, capacity, Stopwatch(clock))
-        # MaskedRunner has all attributes and methods of `Runner` that `Engine` and `Scheduler` use.
+        # The cast is safe: MaskedRunner has all attributes and methods of `Runner` that `Engine`
+        # and `Scheduler` use.
         self._use_runner(cast(Any, runner))
 
     def check_options(self, options: TextOptions) -> None:
@@ -63,8 +64,8 @@ class MaskedEngine(Engine):
 
 
 class MaskedRunner:
-    """Runs the rounds that a `Scheduler` decides. It replaces `infer.engine.runner.Runner`, which
-    runs causal targets."""
+    """Runs the decoding rounds of the sequences that a `Scheduler` selects. It has the interface of
+    `infer.engine.runner.Runner`, which runs causal targets."""
 
     def __init__(
         self, model: MaskedModel, options: MaskedConfig, capacity: int, stopwatch: Stopwatch
@@ -91,8 +92,8 @@ class MaskedRunner:
     def create_sequence(
         self, prompt: list[int], options: TextOptions, processors: abc.Sequence[LogitsProcessor]
     ) -> MaskedSequence:
-        """Return a sequence that can be added to the scheduler's queue. Raises ValueError if there
-        are logits processors."""
+        """Return a sequence that can be added to the scheduler's queue. Raises ValueError if
+        `processors` is not empty."""
         if processors:
             raise ValueError(
                 "masked diffusion decoding does not support logits processors, since its outputs "
@@ -101,7 +102,7 @@ class MaskedRunner:
         return MaskedSequence(prompt, options)
 
     def find_cached_prefix(self, sequence: MaskedSequence) -> None:
-        """Return None, which means that no prefix is cached: masked models have no prefix cache."""
+        """Do nothing, since masked models have no prefix cache."""
 
     def weights_changed(self, checks_contents: bool) -> bool:
         """Return False, which means that no sequence has to start again. A round reads the weights
@@ -109,20 +110,21 @@ class MaskedRunner:
         return False
 
     def prefill(self, sequences: list[MaskedSequence], start: int, length: int) -> int:
-        """Compute nothing, and return 0 computed positions. Prompts are computed together with
-        their outputs."""
+        """Compute nothing, and return 0 as the number of computed positions. Prompts are computed
+        together with their outputs."""
         return 0
 
     def finish_prefill(self, sequences: list[MaskedSequence]) -> None:
-        """Give each new sequence its row of prompt and masks, and a row of the KV cache."""
+        """Prepare new sequences for decoding: append mask tokens up to the full length, and assign
+        a row of the KV cache."""
         for sequence in sequences:
             sequence.cache_row = self.free_rows.pop()
             length = self.options.output_positions(sequence.options.max_new_tokens)
             sequence.set_up_row(self.target, length)
 
     def decode_round(self, sequences: list[MaskedSequence], max_nodes: int) -> None:
-        """Run a round for all sequences: compute their states, take the steps, and write the
-        tokens.
+        """Run one round for all sequences: draft tokens, compute the drafted copies of each
+        sequence, and write the tokens of the steps that were drafted right.
 
         Sequences that can share a forward pass are computed together. `max_nodes` is not used.
         """
@@ -144,8 +146,15 @@ class MaskedRunner:
     def _predict(
         self, tasks: abc.Sequence[SequenceTask], logits: torch.Tensor
     ) -> list[list[Predictions]]:
-        """Return the predictions that follow from logits (Q, V), as one list per task with one
-        entry per state. The logits are summarised on the device, and copied to the host once."""
+        """Return the predictions that follow from the logits of one forward pass: for each task
+        (sequence), one dictionary from position to prediction per state (drafted copy of the
+        sequence).
+
+        logits: (num_predicted, vocab_size), ordered by task, state and position
+
+        The logits are summarised on the device, so that only a few values per position are copied
+        to the host.
+        """
         sizes = [sum(len(positions) for positions in task.positions) for task in tasks]
         summaries = []
         for task, task_logits in zip(tasks, logits.split(sizes), strict=True):
@@ -164,11 +173,16 @@ class MaskedRunner:
         return predictions
 
     def _write_steps(self, task: SequenceTask, predictions: list[Predictions]) -> None:
-        """Take the steps of a round for one sequence, write their tokens into the sequence, and
-        count them. `predictions` has one entry per state."""
+        """Take the decoding steps of a round for one sequence: write their tokens into the
+        sequence, and count them.
+
+        predictions: one dictionary from position to prediction per state (drafted copy of the
+            sequence)
+        """
         sequence = task.sequence
         writes, last_state = take_steps(task.states, predictions, task.plan)
-        # Prefer the predictions of the last state, since they take the newest writes into account.
+        # If a position has several predictions, keep that of the last state, which contains the
+        # newest writes.
         sequence.predictions |= predictions[0] | predictions[last_state]
 
         stats = sequence.stats
@@ -182,7 +196,8 @@ class MaskedRunner:
     def release_rows(
         self, sequences: list[MaskedSequence], prefilling: list[MaskedSequence], order: list[int]
     ) -> None:
-        """Release the rows of finished sequences. `prefilling` and `order` are not used."""
+        """Release the rows of finished sequences in the KV cache. `prefilling` and `order` are not
+        used."""
         for sequence in sequences:
             if sequence.finish_reason is not None:
                 sequence.row = None
@@ -190,9 +205,13 @@ class MaskedRunner:
 
 
 def make_task_noise(task: SequenceTask, logits: torch.Tensor) -> torch.Tensor:
-    """Return the Gumbel noise (Q, V) for the logits (Q, V) of a sampled sequence, in all states.
-    The noise of a position is the same in all states."""
-    all_positions = task.positions[0]  # the first state predicts the positions of all others
+    """Return the Gumbel noise for all logits of one sampled sequence, (num_predicted, vocab_size).
+    A position has the same noise in all states (drafted copies of the sequence).
+
+    logits: (num_predicted, vocab_size), ordered by state and position
+    """
+    # The first state predicts all positions that any state predicts.
+    all_positions = task.positions[0]
     index_of_position = {position: index for index, position in enumerate(all_positions)}
     seed = torch.tensor([task.sequence.options.seed], device=logits.device)
     positions = torch.tensor([all_positions], device=logits.device)

@@ -1,4 +1,5 @@
-"""The speedup of self speculative decoding on held-out prompts, as in SSD's sections 4.2 and 5.2.
+"""Measure the speedup of self speculative decoding on held-out prompts, as in SSD's sections 4.2
+and 5.2.
 
 Every number is measured by decoding. The first method is step-by-step decoding, which is the
 baseline.
@@ -25,15 +26,17 @@ from infer.masked.model import MaskedModel
 from infer.masked.sequence import MaskedDecodeStats
 from infer.targets.target import Target
 
-# Drafted tokens per round. The number of states is the draft length plus 1, as for a chain.
+# Numbers of drafted tokens per round. With n drafted tokens, the model computes n + 1 partly masked
+# copies of the sequence.
 EVALUATED_DRAFT_LENGTHS = (1, 2, 3, 4, 5)
-# Number of states of the last method, which is 'guided' with the longest drafts.
+# The last variant is 'guided' with the longest drafts. It computes this many partly masked copies
+# of the sequence per round.
 EVALUATED_STATES_OF_GUIDED_ROUND = 16
 
 
 def make_evaluation_options(evaluation: EvaluationConfig, masked: MaskedConfig) -> MaskedOptions:
-    """Return the decoding options of an evaluation. Outputs consist of whole blocks and continue
-    after end tokens, so that all outputs have the same length."""
+    """Return the decoding options of an evaluation. The output length is rounded up to whole
+    blocks, and outputs continue after end tokens, so that all outputs have the same length."""
     text = TextOptions(
         max_new_tokens=masked.output_positions(evaluation.max_new_tokens),
         temperature=evaluation.temperature,
@@ -43,10 +46,9 @@ def make_evaluation_options(evaluation: EvaluationConfig, masked: MaskedConfig) 
 
 
 def make_variants(options: MaskedOptions) -> list[DecodingVariant]:
-    """Return the ways of decoding that an evaluation measures. The first is step-by-step
-    decoding."""
-    # The type annotations of DecodingVariant are those for causal targets, which have other
-    # options.
+    """Return the ways of decoding that an evaluation measures, first the baseline (step by step),
+    then each method with each draft length."""
+    # DecodingVariant declares the option class of causal targets. The cast permits another class.
     make_variant = cast(Callable[..., DecodingVariant], DecodingVariant)
     variants = [make_variant("step by step", 1, replace(options, method="steps"))]
     for length in EVALUATED_DRAFT_LENGTHS:
@@ -69,8 +71,8 @@ def evaluate_masked(
     masked: MaskedConfig,
     progress: ProgressCallback = lambda done, total: None,
 ) -> Evaluation:
-    """Decode prompts step by step, and with each method and draft length, and return the measured
-    speeds. If `evaluation.max_minutes` is over, the remaining prompts are left out."""
+    """Measure the speed of decoding prompts step by step, and with each method and draft length.
+    After `evaluation.max_minutes`, the remaining prompts are left out."""
     options = make_evaluation_options(evaluation, masked)
     deadline = time.monotonic() + 60 * (evaluation.max_minutes or math.inf)
     target = cast(Target, model)
@@ -88,8 +90,9 @@ def evaluate_masked(
 
 
 def recompute_tau(method: MethodResult, stats: Sequence[MaskedDecodeStats]) -> MethodResult:
-    """Return a method's result with τ, the number of tokens per round, computed anew. With a masked
-    model the rounds write all tokens. With a causal target the prefill yields one of them."""
+    """Return `method` with τ, the average number of tokens per round, computed again for a masked
+    model, whose rounds write all tokens. The τ in `method` assumes that a prefill yields the first
+    token."""
     tokens = sum(sequence_stats.tokens for sequence_stats in stats)
     rounds = sum(sequence_stats.rounds for sequence_stats in stats)
     return replace(method, tau=tokens / rounds, tau_interval=None)

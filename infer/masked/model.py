@@ -1,14 +1,11 @@
-"""A wrapper of masked diffusion language models. It returns logits for the token at each position,
-given the tokens at all other positions.
+"""Masked diffusion language models. The wrapper `MaskedModel` returns logits for the token at each
+position, given the tokens at all other positions.
 
-A masked diffusion model attends to the whole row in both directions, and predicts the token at each
-position. Positions with unknown tokens contain the mask token (SSD section 3.1). Three kinds of
-models are supported. Our own models are Qwen3 models with bidirectional attention, and their
-config.json has the keys `mask_token_id` and `masked_diffusion: {"shifted": bool}`. LLaDA and Dream
-run the code of their repositories, if the user allows this.
-
-B rows, T positions, Q queries or predicted positions, S keys, H key/value heads, E head size, D
-hidden size, V vocabulary size.
+A masked diffusion model attends to the whole sequence in both directions. Positions with unknown
+tokens contain the mask token (SSD section 3.1). Three kinds of models are supported. Our own models
+are Qwen3 models with bidirectional attention; their config.json has the keys `mask_token_id` and
+`masked_diffusion: {"shifted": bool}`. LLaDA and Dream run the code of their repositories, if the
+user allows this.
 """
 
 import math
@@ -47,11 +44,11 @@ from infer.targets.loading import (
 from infer.targets.masked_models import MASKED_DIFFUSION_TARGET_KIND, read_model_config_dict
 from infer.targets.support import get_head_size
 
-# Native model types: they run the code of transformers, which accepts any 4-D attention mask.
+# Model types that run the code of transformers, which accepts any 4-D attention mask.
 MASKED_MODEL_TYPES_IN_TRANSFORMERS = ("qwen3",)
-# Model types that run the code of their repositories. Key: model_type in config.json. Value: the
-# mask token that is used if config.json names none, and whether the model is shifted (see
-# MaskedModel).
+# Model types that run the code of their repositories. Keys are values of model_type in config.json.
+# Values are the id of the mask token if config.json has none, and whether the output at a position
+# predicts the token at the next position.
 REMOTE_CODE_MODEL_TYPES = {"llada": (126336, False), "dream": (151666, True)}
 
 
@@ -63,7 +60,7 @@ class MaskedModel:
     models that were converted from autoregressive models. Position 0 then has no prediction.
     """
 
-    # The classes of options and engine for such models, see `infer.api.OtherTarget`.
+    # Dataclass of the decoding options and class of the engine for these models, as "module:name".
     options_class: ClassVar = "infer.masked.config:MaskedOptions"
     engine_class: ClassVar = "infer.masked.engine:MaskedEngine"
     model: PreTrainedModel
@@ -71,8 +68,8 @@ class MaskedModel:
     mask_token_id: int
     shifted: bool
     name: str = "masked model"
-    # Whether weights are on several devices, and whether weights are int8. `Target` has these
-    # attributes too.
+    # Whether the weights are on several devices, and whether they are int8. Both are always false
+    # here; callers read them, because `Target` has them too.
     is_sharded: bool = False
     is_int8: bool = False
 
@@ -93,23 +90,24 @@ class MaskedModel:
 
     @property
     def vocab_size(self) -> int:
-        """The vocabulary size V."""
+        """The vocabulary size."""
         return len(self.head_weight)
 
     @property
     def embedding_weight(self) -> torch.Tensor:
-        """The weight of the input embeddings, (V, D)."""
+        """The weight of the input embeddings, (vocab_size, hidden_size)."""
         return cast(torch.Tensor, self.model.get_input_embeddings().weight)
 
     @property
     def head_weight(self) -> torch.Tensor:
-        """The weight of the output embeddings, (V, D)."""
+        """The weight of the output embeddings, (vocab_size, hidden_size)."""
         return cast(torch.Tensor, self.model.get_output_embeddings().weight)
 
     @property
     def context_length_matching_weight_cost(self) -> float:
         """The context length at which a position costs twice as much as without context. It is
-        infinite here: forward passes compute whole rows, so all positions cost the same."""
+        infinite, because every forward pass computes the whole sequence, so all passes over it cost
+        the same."""
         return math.inf
 
     @cached_property
@@ -119,7 +117,7 @@ class MaskedModel:
 
     @cached_property
     def eos_token_ids(self) -> frozenset[int]:
-        """The ids of the tokens that end an output, see `infer.targets.end_tokens`."""
+        """The ids of the tokens that end an output (`infer.targets.end_tokens`)."""
         configs = (getattr(self.model, "generation_config", None), self.config)
         return find_eos_token_ids(configs, self.tokenizer, self.vocab_size)
 
@@ -129,15 +127,15 @@ class MaskedModel:
         allowed: torch.Tensor | None = None,
         selected: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Return logits (B, T, V) for the tokens ids (B, T): the logits at a position are for the
-        token at this position, not for the next token. The logits of the mask token are minus
-        infinity.
+        """Return logits (B, length, vocab_size) for the tokens at the positions of `ids` (not for
+        the next tokens). The logits of the mask token are minus infinity.
 
-        Each position attends to the positions of its row where `allowed` (B, T) bool is true. By
-        default these are all positions. `allowed` must be false for padding; only models in
-        MASKED_MODEL_TYPES_IN_TRANSFORMERS support padding. `selected` consists of rows (Q,) and
-        positions (Q,). If it is given, only the logits (Q, V) of these positions are computed,
-        since a large output head takes most of a small model's time.
+        ids: (B, length), token ids
+        allowed: (B, length) bool, false on padding, which is not attended to; None means no
+            padding. Only models in MASKED_MODEL_TYPES_IN_TRANSFORMERS support padding.
+        selected: batch rows (num_selected,) and positions (num_selected,). If given, only the
+            logits (num_selected, vocab_size) at these positions are computed, because a large head
+            takes most of a small model's time.
         """
         if allowed is None:
             allowed = torch.ones_like(ids, dtype=torch.bool)
@@ -148,7 +146,7 @@ class MaskedModel:
 
         row_length = ids.shape[1]
         mask = to_additive_mask(allowed[:, None, None], self.dtype)
-        mask = mask.expand(-1, 1, row_length, -1)  # (B, 1, T, T)
+        mask = mask.expand(-1, 1, row_length, -1)  # (B, 1, length, length)
         positions = torch.arange(row_length, device=ids.device)[None]
         hidden = self.compute_hidden(ids, positions, mask)
         return self.head(self._select_outputs(hidden, selected))
@@ -156,8 +154,11 @@ class MaskedModel:
     def _select_outputs(
         self, outputs: torch.Tensor, selected: tuple[torch.Tensor, torch.Tensor] | None
     ) -> torch.Tensor:
-        """Return those of the outputs (B, T, ...) that predict the selected positions. If
-        `selected` is None, all positions are selected."""
+        """Return the entries of `outputs` (B, length, ...) that predict the selected positions. If
+        the model is shifted, they are the entries one position to the left.
+
+        selected: batch rows and positions; None means all
+        """
         if selected is None:
             rows = slice(None)
             positions = torch.arange(outputs.shape[1], device=outputs.device)
@@ -172,11 +173,13 @@ class MaskedModel:
         mask: torch.Tensor,
         cache: object | None = None,
     ) -> torch.Tensor:
-        """Return the final hidden states (B, Q, D) of tokens (B, Q) at absolute positions (B, Q).
+        """Return the final hidden states (B, length, hidden_size) of tokens (B, length) at absolute
+        positions (B, length). Only models in MASKED_MODEL_TYPES_IN_TRANSFORMERS support this
+        method.
 
-        `mask` (B, 1, Q, S) is an additive attention mask. With a cache, S is the number of keys
-        that the cache's `update` returns. Only models in MASKED_MODEL_TYPES_IN_TRANSFORMERS support
-        this method.
+        mask: (B, 1, length, num_keys), additive attention mask
+        cache: object with the methods of a Hugging Face cache, such as `DualCacheView`; num_keys is
+            then the number of keys that its `update` returns
         """
         decoder = self.model.get_decoder()
         output = decoder(
@@ -189,19 +192,24 @@ class MaskedModel:
         return output.last_hidden_state
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits (..., V) of hidden states (..., D). The logits of the mask token are
-        minus infinity, since the mask token is never an output."""
+        """Return the logits (..., vocab_size) of final hidden states (..., hidden_size). The logits
+        of the mask token are minus infinity, since the mask token is never an output."""
         return self._exclude_mask_token(self.model.get_output_embeddings()(hidden))
 
     def _exclude_mask_token(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the logits (..., V) with minus infinity for the mask token."""
+        """Return a copy of the logits (..., vocab_size) in which the mask token has minus
+        infinity."""
         is_mask_token = torch.arange(logits.shape[-1], device=logits.device) == self.mask_token_id
         return logits.masked_fill(is_mask_token, -torch.inf)
 
     def allocate_cache(self, rows: int, capacity: int) -> torch.Tensor:
-        """Allocate the KV cache, (2 * layers, rows, capacity, H, E). Index 2i of the first axis has
-        the keys of layer i, and index 2i + 1 the values of layer i. Raises ValueError if the model
-        cannot use our KV cache."""
+        """Allocate the KV cache, (2 * num_layers, rows, capacity, num_heads, head_size). Index 2i
+        of the first axis has the keys of layer i, and index 2i + 1 its values. Raises ValueError if
+        the model cannot use our KV cache.
+
+        rows: number of sequences
+        capacity: number of positions per sequence
+        """
         if not self.takes_attention_masks:
             raise ValueError(
                 f"cache=dual: {self.name} runs the code of its repository, which does not support "
@@ -220,9 +228,9 @@ def load_masked(
     """Load a masked diffusion model from a folder or the Hugging Face hub: one of our own models,
     LLaDA or Dream.
 
-    Raises ValueError, before weights are loaded, if the model is of another kind, if it has no mask
-    token, or if it needs code from its repository and `trust_remote_code` is false. Raises
-    FileNotFoundError if there is no model at `path`.
+    Raises FileNotFoundError if there is no model at `path`. Raises ValueError, before weights are
+    loaded, if the model is of another kind, if it has no mask token, or if it needs code from its
+    repository and `trust_remote_code` is false.
     """
     logging.disable_progress_bar()
     config = read_model_config_dict(path)
@@ -253,12 +261,12 @@ def load_masked(
 def load_remote_code_model(
     path: str, dtype: torch.dtype, trust_remote_code: bool
 ) -> PreTrainedModel:
-    """Build a model that runs the code of its repository, and load its weights.
+    """Build a model that runs the code of its repository, and load its weights. Raises ValueError
+    if the code does not run, or if the weights do not match the code.
 
-    This does not use `from_pretrained` of transformers 5, which fails on such code: LLaDA's code
-    never calls `post_init`. `from_pretrained` may also leave buffers uninitialised that are not
-    stored, such as those of rotary embeddings. Raises ValueError if the code does not run, or if
-    the weights do not match the code.
+    `from_pretrained` of transformers 5 cannot be used: it fails on code that never calls
+    `post_init`, such as LLaDA's. It may also leave buffers uninitialised that are not stored, such
+    as those of rotary embeddings.
     """
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -277,19 +285,23 @@ def load_remote_code_model(
     mismatched_names = sorted(weights.keys() ^ model.state_dict().keys())
     if mismatched_names:
         raise ValueError(
-            f"target.path={path}: the weight files and the model's code do not have the same "
-            f"weights, for example {mismatched_names[0]}; download the model again"
+            f"target.path={path}: {len(mismatched_names)} tensors are only in the weight files or "
+            f"only in the model's code, for example {mismatched_names[0]}; download the model again"
         )
-    with explain_load_errors(path):  # raised if tensors have other shapes
+    with explain_load_errors(path):  # fails if tensors have wrong shapes
         model.load_state_dict(weights)
     check_finite(f"target.path={path}", weights.items())
     return model
 
 
 def get_mask_token_and_shift(path: str, config: dict) -> tuple[int, bool]:
-    """Return the id of the mask token, and whether the model is shifted (see MaskedModel). `config`
-    is the content of config.json. Raises ValueError if the model is no masked diffusion model, or
-    has no mask token."""
+    """Return the id of a model's mask token, and whether the output at a position predicts the
+    token at the next position. Raises ValueError if the model is no masked diffusion model, or has
+    no mask token.
+
+    path: the target's path, for error messages
+    config: content of the model's config.json
+    """
     model_type = config["model_type"].lower()
     diffusion_config = config.get(MASKED_DIFFUSION_TARGET_KIND.config_key)
     if model_type in REMOTE_CODE_MODEL_TYPES:

@@ -1,56 +1,57 @@
-"""Statistics of a sequence so far: which token followed which tokens, and at which positions tokens
-were written.
+"""Statistics of a sequence so far: which tokens followed which, and in which order positions were
+written.
 
 A masked model predicts each position without knowing the other tokens of the same round. Its
-prediction is therefore an average over all possible other tokens. Adjacent tokens say much about a
-token: a token that followed the same few tokens earlier in the sequence often follows them again.
-Guided drafts (`infer.masked.drafting.search_guided_states`) combine the model's prediction with
-this one, weighted by how often such predictions were right.
+prediction is therefore an average over all possible other tokens. Neighbouring tokens say much
+about a token: a token that followed the same few tokens earlier in the sequence often follows them
+again. Guided drafts (`infer.masked.drafting.search_guided_states`) combine both predictions. The
+statistics have more weight the more often they were right.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-MAX_NGRAM_LEFT_CONTEXT_TOKENS = (
-    3  # a token is predicted from at most so many tokens to the left of it
-)
+# A token is predicted from at most this many tokens to the left of it.
+MAX_NGRAM_LEFT_CONTEXT_TOKENS = 3
 
 
 @dataclass
 class HitRate:
-    """How often predictions of one kind were right. The counts start with one hit and one miss."""
+    """Counts how often predictions of one kind were right. The counts start with one hit and one
+    miss."""
 
     hits: int = 1
     tries: int = 2
 
     def record(self, hit: bool) -> None:
-        """Record one prediction; `hit` tells whether it was right."""
+        """Count one prediction. `hit` is true if it was right."""
         self.hits += hit
         self.tries += 1
 
     @property
     def value(self) -> float:
-        """The share of predictions that were right."""
+        """The share of predictions that were right, between 0 and 1."""
         return self.hits / self.tries
 
 
 def make_context_hit_rates() -> list[HitRate]:
-    """Return a list of initial hit rates, one for each context length from 0 to
-    MAX_NGRAM_LEFT_CONTEXT_TOKENS."""
+    """Return initial hit rates, one for each context length from 0 to MAX_NGRAM_LEFT_CONTEXT_TOKENS
+    tokens."""
     return [HitRate() for _ in range(MAX_NGRAM_LEFT_CONTEXT_TOKENS + 1)]
 
 
 @dataclass
 class SequenceStatistics:
-    """The statistics of one sequence, from which the next writes are predicted."""
+    """The statistics of one sequence, which predict the next tokens and the positions where they
+    are written."""
 
-    tokens: dict[int, int]  # position -> token; contains only the prompt at first
-    # How often a token was written directly to the right of the token that was written before it.
+    tokens: dict[int, int]  # known tokens by position; at first only the prompt
+    # How often a write came directly to the right of the previous write.
     adjacent_rate: HitRate = field(default_factory=HitRate)
-    # Index: number of context tokens. Value: how often the predicted token was right.
+    # Entry n: how often predictions from n context tokens were right.
     context_rates: list[HitRate] = field(default_factory=make_context_hit_rates)
-    last_position: int | None = None  # position of the token that was written last
-    # Key: context tokens. Value: the token that followed this context most recently.
+    last_position: int | None = None  # the position that was written last
+    # Keys are one or more consecutive tokens, values are the token that last followed them.
     _next_token: dict[tuple[int, ...], int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -58,7 +59,10 @@ class SequenceStatistics:
             self._learn(position)
 
     def record_writes(self, writes: Iterable[tuple[int, int]]) -> None:
-        """Record the writes of a round. Each write is (position, token), in the order of steps."""
+        """Add the tokens of a decoding round to the statistics.
+
+        writes: (position, token) pairs in the order in which they were written
+        """
         for position, token in writes:
             context_length, predicted_token = self.predict(position, {})
             if context_length:
@@ -72,11 +76,12 @@ class SequenceStatistics:
                 self._learn(affected_position)
 
     def predict(self, position: int, drafted: dict[int, int]) -> tuple[int, int]:
-        """Predict the token at a position from the tokens to the left of it.
+        """Predict the token at a position from the tokens to the left of it (the context).
 
-        Look for the longest context that has occurred before in the sequence. Return the context's
-        length in tokens, and the token that followed it. Return (0, 0) if no context has occurred
-        before. `drafted` maps positions of drafted tokens to these tokens.
+        drafted: drafted tokens, as a dictionary from position to token
+
+        Returns the length of the longest context that has occurred before in the sequence, and the
+        token that followed it then. Returns (0, 0) if no context has occurred before.
         """
         context = self._get_context(position, drafted)
         for length in range(len(context), 0, -1):
@@ -87,7 +92,10 @@ class SequenceStatistics:
 
     def _get_context(self, position: int, drafted: dict[int, int]) -> tuple[int, ...]:
         """Return the known tokens directly to the left of a position, at most
-        MAX_NGRAM_LEFT_CONTEXT_TOKENS tokens."""
+        MAX_NGRAM_LEFT_CONTEXT_TOKENS of them.
+
+        drafted: drafted tokens, as a dictionary from position to token
+        """
         context = []
         for left_position in range(position - 1, position - 1 - MAX_NGRAM_LEFT_CONTEXT_TOKENS, -1):
             token = drafted.get(left_position, self.tokens.get(left_position))
@@ -97,7 +105,8 @@ class SequenceStatistics:
         return tuple(reversed(context))
 
     def _learn(self, position: int) -> None:
-        """Record which tokens are to the left of a position's token, if the token is known."""
+        """Store that the token at a position followed the tokens to the left of it. Do nothing if
+        the token is not known yet."""
         if position in self.tokens:
             context = self._get_context(position, {})
             for length in range(1, len(context) + 1):

@@ -1,14 +1,12 @@
-"""Forward passes of a masked model over the states of sequences. A pass computes whole rows, or
-with a KV cache only the current block of each state.
+"""Forward passes of a masked diffusion model over the states of sequences. A state is a copy of a
+sequence in which some mask tokens are replaced by drafted tokens. Without a KV cache, a pass
+computes whole sequences; with a KV cache, only the current block of each state.
 
-The output must not depend on how steps are grouped into rounds, so the input of a step must not
-depend on it either. With Fast-dLLM's `cache="dual"`, the first step of a block is therefore a
-*full* step, which computes the whole row. Every other step of the block computes only the block.
-Outside the block it attends to the keys and values of the full step. Drafts do not go beyond the
-next full step; Fast-dLLM's paper does not specify this.
-
-B sequences of a pass, T positions of the longest, N states, K computed positions of a block, Q
-queries or predicted positions, S keys, H key/value heads, E head size, V vocabulary size.
+The output must not depend on how decoding steps are grouped into rounds. The input of a step must
+therefore not depend on it either. With Fast-dLLM's `cache="dual"`, the first step of a block is a
+*full* step, which computes the whole sequence. All other steps of the block compute only the block;
+outside the block they attend to the keys and values of the full step. Drafts end before the next
+full step, which Fast-dLLM's paper does not specify.
 """
 
 from collections.abc import Sequence
@@ -26,17 +24,22 @@ from infer.masked.sequence import MaskedSequence
 
 @dataclass(frozen=True)
 class SequenceTask:
-    """What one round has to compute for one sequence: its states, and the positions to predict."""
+    """What one round computes for one sequence: its states (copies with some drafted tokens), and
+    the positions to predict in each state."""
 
     sequence: MaskedSequence
     plan: DraftPlan
-    states: Sequence[State]  # the first state is the current sequence
-    positions: Sequence[Sequence[int]]  # for each state: the masked positions to predict
+    states: Sequence[State]  # sets of drafted writes; the first set is empty
+    positions: Sequence[Sequence[int]]  # for each state, the positions to predict
 
 
 def make_state_rows(row: torch.Tensor | None, states: Sequence[State]) -> torch.Tensor:
-    """Return the rows (N, T) of all states. A state's row is the sequence's row (T,) with the
-    writes of the state."""
+    """Return the token ids (num_states, length) of all states. Each is the sequence's row with the
+    drafted writes of the state.
+
+    row: (length,), token ids of the sequence, mask tokens included
+    states: sets of writes, each a (position, token) pair
+    """
     assert row is not None
     rows = row.repeat(len(states), 1)
     writes = [
@@ -49,30 +52,32 @@ def make_state_rows(row: torch.Tensor | None, states: Sequence[State]) -> torch.
 
 
 def pad_rows(tasks: Sequence[SequenceTask]) -> torch.Tensor:
-    """Return the current rows (B, T) of the tasks' sequences, padded to one length."""
+    """Return the current token ids of the tasks' sequences, (num_sequences, max_length), padded
+    with 0 on the right."""
     rows = [task.sequence.row for task in tasks if task.sequence.row is not None]
     return pad_sequence(rows, batch_first=True)
 
 
 class FullRowPasses:
-    """Computes each state as a whole row, without a KV cache. This is exact, and works with any
-    model."""
+    """Forward passes without a KV cache, which compute each state (copy of a sequence with drafted
+    tokens) as a whole. Predictions are exact, unlike those with a KV cache, and any masked model is
+    supported."""
 
     def __init__(self, model: MaskedModel, options: MaskedConfig) -> None:
         self.model = model
         self.block_length = options.block_length
 
     def make_plan(self, sequence: MaskedSequence) -> DraftPlan:
-        """Return the plan of a round. Drafts may reach into later blocks. They leave at least one
-        mask, which the last step fills."""
+        """Return the limits of a round's drafts. Drafts may reach into later blocks. They leave at
+        least one mask token for the round's last step, which is never drafted."""
         max_writes = min(MAX_MASKED_DRAFT_LENGTH, len(sequence.masked) - 1)
         return sequence.make_plan(self.block_length, max_writes)
 
     def list_positions_to_predict(
         self, sequence: MaskedSequence, plan: DraftPlan, states: Sequence[State]
     ) -> list[list[int]]:
-        """Return for each state the positions to predict: those that this round or the next round
-        may write."""
+        """Return the positions to predict, a list for each state (copy of the sequence with drafted
+        tokens). They are all positions that this round or the next round may write."""
         reachable = plan.masked[: 2 * (MAX_MASKED_DRAFT_LENGTH + 1)]
         last_block = plan.block_index(reachable[-1])
         positions = [
@@ -82,16 +87,16 @@ class FullRowPasses:
 
     def get_pass_group(self, sequence: MaskedSequence) -> int:
         """Return a number that is equal for sequences that can share a forward pass. If the model
-        does not support padding, these are sequences whose rows have the same length. Otherwise all
-        sequences can share a pass."""
+        supports padding, all sequences can share a pass. Otherwise only sequences of the same
+        length can."""
         if self.model.takes_attention_masks:
             return 0
         assert sequence.row is not None
         return len(sequence.row)
 
     def compute_logits(self, tasks: Sequence[SequenceTask]) -> torch.Tensor:
-        """Return the logits (Q, V) of all positions to predict, in the order of tasks, states and
-        positions."""
+        """Run one forward pass for all tasks. Return the logits (num_predicted, vocab_size) of all
+        positions to predict, in the order of tasks, states and positions."""
         rows = []
         row_positions: list[tuple[int, int]] = []
         for task in tasks:
@@ -100,7 +105,7 @@ class FullRowPasses:
                 row_positions += [(len(rows), position) for position in positions]
                 rows.append(row)
 
-        ids = pad_sequence(rows, batch_first=True)  # (rows, T)
+        ids = pad_sequence(rows, batch_first=True)  # (num_states, max_length)
         lengths = torch.tensor([len(row) for row in rows], device=ids.device)
         is_token = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
         index = torch.tensor(row_positions, device=ids.device)
@@ -109,24 +114,24 @@ class FullRowPasses:
 
 @dataclass(frozen=True)
 class DualCacheView:
-    """The view of the KV cache that one forward pass has. Hugging Face's attention layers call
-    `update`.
+    """The KV cache as one forward pass sees it. Hugging Face's attention layers call `update`.
 
-    A full pass replaces the cached keys and values of its sequences, and attends to the new keys
-    and values. Any other pass attends to the cached keys and values, followed by the keys and
-    values of its own positions.
+    A full pass computes whole sequences. It replaces the cached keys and values of its sequences,
+    and attends to the new ones. Any other pass attends to the cached keys and values, followed by
+    those of its own positions.
     """
 
-    buffer: torch.Tensor  # (2 * layers, rows, capacity, H, E)
-    cache_rows: torch.Tensor  # (B,) the sequences' rows in `buffer`
-    length: int  # T, the positions of the longest row
-    is_full: bool  # whether the pass computes whole rows
+    buffer: torch.Tensor  # (2 * num_layers, rows, capacity, num_heads, head_size)
+    cache_rows: torch.Tensor  # (B,), the row of each sequence in `buffer`
+    length: int  # number of positions of the longest sequence
+    is_full: bool  # whether the pass computes whole sequences
 
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add the keys and values (B, H, Q, E) of the pass's positions in one layer. Return the
-        keys and the values to attend to, each (B, H, S, E)."""
+        """Take the keys and values of the pass's positions in one layer, (B, num_heads, length,
+        head_size) each. Return the keys and values to attend to, (B, num_heads, num_keys,
+        head_size) each."""
         if self.is_full:
             self._write_full_plane(2 * layer, keys)
             self._write_full_plane(2 * layer + 1, values)
@@ -136,42 +141,51 @@ class DualCacheView:
         return torch.cat([cached_keys, keys], 2), torch.cat([cached_values, values], 2)
 
     def _write_full_plane(self, plane: int, new: torch.Tensor) -> None:
-        """Write the first T positions of keys or values (B, H, Q, E) into the buffer. `plane` is
-        the index on the buffer's first axis."""
+        """Write the keys or values of a full pass into the cache.
+
+        plane: index on the buffer's first axis, which selects the keys or the values of one layer
+        new: (B, num_heads, length, head_size), keys or values; only the positions of the whole
+            sequences, which come first, are written
+        """
         new = new[:, :, : self.length].transpose(1, 2)
         self.buffer[plane, self.cache_rows, : self.length] = new
 
     def _read(self, plane: int) -> torch.Tensor:
-        """Return the cached keys or values (B, H, T, E). `plane` is the index on the buffer's first
-        axis."""
+        """Return the cached keys or values, (B, num_heads, max_length, head_size).
+
+        plane: index on the buffer's first axis, which selects the keys or the values of one layer
+        """
         return self.buffer[plane, self.cache_rows, : self.length].transpose(1, 2)
 
     def get_seq_length(self, layer: int = 0) -> int:
-        """Return the number of cached positions that the pass attends to. All layers have the
-        same."""
+        """Return the number of cached positions that the pass attends to. It is the same in all
+        layers."""
         return 0 if self.is_full else self.length
 
 
 class DualCachePasses:
-    """Computes only the current block of each state. The KV cache contains the keys and values of
-    each sequence's last full step.
+    """Forward passes with a KV cache, which compute only the current block of each state (copy of a
+    sequence with drafted tokens). The cache contains the keys and values of each sequence's last
+    full step, which computed the whole sequence.
 
-    The blocks of a sequence's states are concatenated. Each block attends to itself, and to the
-    cached positions outside the block. If a round begins with a full step, one pass computes the
-    whole row of the first state and the blocks of the other states. In every layer these blocks
-    attend to the new keys and values of the row.
+    The blocks of all states of a sequence are concatenated. Each block attends to itself, and to
+    the cached positions outside the block. If a round begins with a full step, one pass computes
+    the whole sequence in its current state, and the blocks of the other states. These blocks attend
+    to the new keys and values of the whole sequence.
     """
 
     def __init__(self, model: MaskedModel, options: MaskedConfig, capacity: int) -> None:
         self.model = model
         self.block_length = options.block_length
-        # K: the outputs that a shifted model needs start one position before the block.
+        # Number of computed positions per block. The outputs of a shifted model predict the next
+        # position, so they start one position before the block.
         self.width = self.block_length + int(model.shifted)
         self.buffer = model.allocate_cache(options.max_num_seqs, capacity)
 
     def make_plan(self, sequence: MaskedSequence) -> DraftPlan:
-        """Return the plan of a round whose drafts do not reach the next full step. Also set
-        `sequence.is_full_step`: whether the next step is a full step."""
+        """Return the limits of a round's drafts, which end before the next step that computes the
+        whole sequence. Also set `sequence.is_full_step`: whether the round's first step computes
+        the whole sequence."""
         open_positions = sequence.make_plan(self.block_length, 0).open_positions(frozenset())
         num_open = len(open_positions)
         sequence.is_full_step = num_open == self.block_length
@@ -181,8 +195,10 @@ class DualCachePasses:
     def list_positions_to_predict(
         self, sequence: MaskedSequence, plan: DraftPlan, states: Sequence[State]
     ) -> list[list[int]]:
-        """Return for each state the positions to predict: the masked positions of the current
-        block. A full step also predicts the masked positions of the next block."""
+        """Return the positions to predict, a list for each state (copy of the sequence with drafted
+        tokens). They are the masked positions of the current block. If the round's first step
+        computes the whole sequence, the first state also predicts the masked positions of the next
+        block."""
         positions = plan.open_positions(frozenset())
         first_positions = positions
         if sequence.is_full_step:
@@ -194,20 +210,20 @@ class DualCachePasses:
         return [first_positions, *([positions] * (len(states) - 1))]
 
     def get_pass_group(self, sequence: MaskedSequence) -> bool:
-        """Return a value that is equal for sequences that can share a forward pass. Sequences whose
-        next step is a full step share a pass, and so do all other sequences. A pass with both would
-        pad blocks to whole rows, which would cost as much as the cache saves."""
+        """Return a value that is equal for sequences that can share a forward pass. The value tells
+        whether the round's first step computes the whole sequence or only a block. A pass with both
+        would pad blocks to whole sequences, which would cost as much as the cache saves."""
         return sequence.is_full_step
 
     def compute_logits(self, tasks: Sequence[SequenceTask]) -> torch.Tensor:
-        """Return the logits (Q, V) of all positions to predict, in the order of tasks, states and
-        positions."""
+        """Run one forward pass for all tasks. Return the logits (num_predicted, vocab_size) of all
+        positions to predict, in the order of tasks, states and positions."""
         is_full = tasks[0].sequence.is_full_step
         device = self.model.device
         starts = [self._block_start(task) for task in tasks]
-        rows = pad_rows(tasks)  # (B, T)
+        rows = pad_rows(tasks)  # (B, max_length)
         length = rows.shape[1]
-        ids = self._concatenate_state_blocks(tasks, starts, is_full)  # (B, N * K)
+        ids = self._concatenate_state_blocks(tasks, starts, is_full)  # (B, num_states * self.width)
         blocks_length = ids.shape[1]
 
         block_starts = torch.tensor(starts, device=device)[:, None]  # (B, 1)
@@ -222,22 +238,28 @@ class DualCachePasses:
 
         cache_rows = torch.tensor([task.sequence.cache_row for task in tasks], device=device)
         cache = DualCacheView(self.buffer, cache_rows, length, is_full)
-        hidden = self.model.compute_hidden(ids, positions, mask, cache)  # (B, Q, D)
+        # (B, num_positions, hidden_size)
+        hidden = self.model.compute_hidden(ids, positions, mask, cache)
         outputs = torch.tensor(self._list_outputs(tasks, starts, length, is_full), device=device)
         return self.model.head(hidden[outputs[:, 0], outputs[:, 1]])
 
     def _block_start(self, task: SequenceTask) -> int:
-        """Return the first position of the current block that is computed. With a shifted model
-        this is the position before the block."""
+        """Return the first position that is computed for the current block. With a shifted model
+        this is the position before the block, whose output predicts the block's first token."""
         block = task.plan.block_index(task.positions[0][0])
         return task.plan.start + (block + 1) * task.plan.block_length - self.width
 
     def _concatenate_state_blocks(
         self, tasks: Sequence[SequenceTask], starts: Sequence[int], is_full: bool
     ) -> torch.Tensor:
-        """Return the tokens (B, N * K) of the blocks of all states. `starts` are the first computed
-        positions of the blocks. In a full pass the first state is computed as a whole row, so it
-        has no block."""
+        """Return the token ids of the current block in all states (copies of a sequence with
+        drafted tokens). They are concatenated per sequence: (num_sequences, num_states *
+        block_width). In a full pass the first state is computed as a whole sequence, so it has no
+        block.
+
+        starts: the first computed position of each sequence's block
+        is_full: whether the pass computes whole sequences
+        """
         blocks = []
         for task, start in zip(tasks, starts, strict=True):
             states = task.states[1:] if is_full else task.states
@@ -248,8 +270,13 @@ class DualCachePasses:
     def _list_outputs(
         self, tasks: Sequence[SequenceTask], starts: Sequence[int], length: int, is_full: bool
     ) -> list[tuple[int, int]]:
-        """Return for each position to predict the batch row and the column of the pass whose output
-        predicts the position."""
+        """Return (batch row, column) of the output that predicts each position, in the order of
+        tasks, states and positions.
+
+        starts: the first computed position of each sequence's block
+        length: number of columns of a whole sequence; they come before the blocks in a full pass
+        is_full: whether the pass computes whole sequences
+        """
         shift = int(self.model.shifted)
         outputs = []
         for row, (task, start) in enumerate(zip(tasks, starts, strict=True)):
@@ -271,29 +298,35 @@ class DualCachePasses:
         blocks_length: int,
         is_full: bool,
     ) -> torch.Tensor:
-        """Return the additive attention mask (B, 1, Q, S).
+        """Return the additive attention mask (B, 1, num_queries, num_keys) of a pass.
 
-        The keys are the `length` positions of the rows, followed by the `blocks_length` positions
-        of the blocks. In a full pass the queries are the same positions; otherwise they are only
-        the positions of the blocks. `block_starts` (B, 1) are the first computed positions of the
+        The keys are the positions of the whole sequences, then the positions of the blocks. In a
+        full pass the queries are the same positions. Otherwise they are only the positions of the
         blocks.
+
+        row_lengths: number of tokens of each sequence
+        block_starts: (B, 1), the first computed position of each sequence's block
+        length: number of key positions for a whole sequence
+        blocks_length: number of key positions for all blocks of a sequence
+        is_full: whether the pass computes whole sequences
         """
-        key = torch.arange(length + blocks_length, device=block_starts.device)  # (S,)
+        key = torch.arange(length + blocks_length, device=block_starts.device)  # (num_keys,)
         is_row = key < length
         lengths = torch.tensor(row_lengths, device=block_starts.device)[:, None]
-        is_token = is_row & (key < lengths)  # (B, S)
+        is_token = is_row & (key < lengths)  # (B, num_keys)
         is_outside = (key < block_starts) | (key >= block_starts + self.width)
 
         key_block = torch.where(is_row, -1, (key - length) // self.width)
-        query_block = key_block if is_full else key_block[length:]  # (Q,)
-        is_same_block = (key_block == query_block[:, None]) & ~is_row  # (Q, S)
+        query_block = key_block if is_full else key_block[length:]  # (num_queries,)
+        is_same_block = (key_block == query_block[:, None]) & ~is_row  # (num_queries, num_keys)
         row_sees = is_token[:, None]
         block_sees = (is_token & is_outside)[:, None] | is_same_block
-        allowed = torch.where((query_block < 0)[:, None], row_sees, block_sees)  # (B, Q, S)
+        # (B, num_queries, num_keys)
+        allowed = torch.where((query_block < 0)[:, None], row_sees, block_sees)
         return to_additive_mask(allowed[:, None], self.model.dtype)
 
 
 def count_row_tokens(task: SequenceTask) -> int:
-    """Return the length of the row of the task's sequence."""
+    """Return the number of tokens of the task's sequence, mask tokens included."""
     assert task.sequence.row is not None
     return len(task.sequence.row)

@@ -1,5 +1,5 @@
-"""A sequence that a masked diffusion model decodes: a row of prompt and mask tokens. Decoding steps
-replace the mask tokens in any order."""
+"""A sequence that a masked diffusion model decodes: a prompt, followed by mask tokens. Decoding
+steps replace the mask tokens in any order."""
 
 from collections import abc
 from dataclasses import dataclass, field
@@ -16,34 +16,37 @@ from infer.masked.ngram_statistics import SequenceStatistics
 
 @dataclass
 class MaskedDecodeStats(DecodeStats):
-    """The cost of decoding one sequence. A round is one forward pass over one or more states of the
-    sequence. `histogram[i]` is the number of rounds that wrote i + 1 tokens."""
+    """The cost of decoding one sequence. A round is one forward pass over the sequence and drafted
+    copies of it. `histogram[i]` is the number of rounds that wrote i + 1 tokens."""
 
-    # Tokens that were written, in whole blocks. Step-by-step decoding needs one forward pass for
-    # each of them. The output has `tokens` of these tokens, since it is cut where it ends.
+    # Number of written tokens, counted in whole blocks. Step-by-step decoding needs one forward
+    # pass for each. The output keeps only the first `tokens` of them; the others come after its
+    # end.
     written: int = 0
 
     @property
     def tau(self) -> float:
-        """The average number of tokens that were written per forward pass."""
+        """The average number of tokens that a round (one forward pass) wrote."""
         return self.written / self.rounds if self.rounds else 1.0
 
 
 @dataclass(eq=False)
 class MaskedSequence(Sequence):
-    """A sequence with its row of prompt, written tokens and masks. `ids` are the output tokens
-    before the first mask. A written token never changes, so `ids` only grows."""
+    """A sequence of prompt tokens, written tokens and mask tokens. `ids` are the output tokens
+    before the first mask token. A written token never changes, so `ids` only grows."""
 
-    # (position in the output, token) of each written token, in the order of the steps
+    # (position in the output, token) of each written token, in the order of the steps.
     writes: list[Write] = field(default_factory=list)
-    # int64 on the model's device: prompt, written tokens and masks. None if not running.
+    # Token ids on the model's device: prompt, written tokens and mask tokens. None while the
+    # sequence is not running.
     row: torch.Tensor | None = None
-    masked: list[int] = field(default_factory=list)  # positions with a mask, ascending
-    # The newest prediction of each position. Drafts are made from these predictions.
+    masked: list[int] = field(default_factory=list)  # positions of mask tokens
+    # Keys are positions, values are the newest predictions, from which drafts are made.
     predictions: Predictions = field(default_factory=dict)
     statistics: SequenceStatistics = field(default_factory=lambda: SequenceStatistics({}))
-    cache_row: int = 0  # the sequence's row in the engine's KV cache
-    is_full_step: bool = True  # with cache=dual: whether the next step computes the whole row
+    cache_row: int = 0  # row of the sequence in the engine's KV cache
+    # Only with cache=dual: whether the next step computes the whole sequence, not only a block.
+    is_full_step: bool = True
 
     def __post_init__(self) -> None:
         self.stats = MaskedDecodeStats(
@@ -52,15 +55,15 @@ class MaskedSequence(Sequence):
 
     @property
     def token_ids(self) -> list[int]:
-        """The tokens that have to be prefilled. There are none, since prompts are computed together
-        with their outputs."""
+        """The tokens to prefill. There are none, since prompts are computed together with their
+        outputs."""
         return []
 
     def set_up_row(self, model: MaskedModel, length: int) -> None:
-        """Set up the row with the prompt and `length` masks.
+        """Start or restart the sequence: set its row to the prompt and `length` mask tokens.
 
-        A sequence that was interrupted starts over from the prompt. With a KV cache it cannot
-        continue, since the output depends on the steps at which the cache was computed.
+        An interrupted sequence starts over from the prompt. With a KV cache it could not continue,
+        because its output depends on the steps at which the cache was filled.
         """
         self.ids = []
         self.commits = []
@@ -74,12 +77,18 @@ class MaskedSequence(Sequence):
         self.statistics = SequenceStatistics(dict(enumerate(self.prompt)))
 
     def make_plan(self, block_length: int, max_writes: int) -> DraftPlan:
-        """Return the masked positions, and the limits of a round's drafts: the length of a block,
-        and the maximum number of writes of a state."""
+        """Return the sequence's masked positions and the limits of a round's drafts.
+
+        block_length: number of tokens per block
+        max_writes: maximum number of drafted tokens
+        """
         return DraftPlan(self.masked, len(self.prompt), block_length, max_writes)
 
     def write(self, writes: abc.Sequence[Write], model: MaskedModel) -> None:
-        """Apply the writes of a round in order. Each write is (position in the row, token)."""
+        """Replace mask tokens by the tokens of a decoding round.
+
+        writes: (position in the row, token) pairs, in the order of the decoding steps
+        """
         assert self.row is not None
         start = len(self.prompt)
         positions, tokens = torch.tensor(writes, device=self.row.device).T
@@ -92,5 +101,6 @@ class MaskedSequence(Sequence):
         first_mask = self.masked[0] if self.masked else len(self.row)
         new_positions = range(start + len(self.ids), first_mask)
         new_ids = [self.statistics.tokens[position] for position in new_positions]
-        # `append` needs only the tokenizer and the end tokens, which masked models have too.
+        # The cast is safe: `append` needs only the tokenizer and the end tokens, which masked
+        # models have too.
         self.append(new_ids, cast(Any, model))

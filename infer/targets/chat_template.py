@@ -1,4 +1,4 @@
-"""The chat template of a tokenizer: a check for syntax errors, and default values of the template's
+"""Check a tokenizer's chat template for syntax errors, and set default values of the template's
 options."""
 
 import json
@@ -13,8 +13,12 @@ from infer.targets.checks import DOWNLOAD_AGAIN_HINT
 
 
 def check_chat_template(path: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ValueError if the tokenizer's chat template has a syntax error. Any other exception is
-    ignored, since a template may refuse the test message."""
+    """Render a test message with a tokenizer's chat template. Raise ValueError if the template has
+    a syntax error. Other exceptions are ignored, because a valid template may refuse the test
+    message.
+
+    path: the target's path, for the error message
+    """
     if getattr(tokenizer, "chat_template", None) is None:
         return
     try:
@@ -24,15 +28,16 @@ def check_chat_template(path: str, tokenizer: PreTrainedTokenizerBase) -> None:
         raise ValueError(
             f"target.path={path}: the chat template is damaged ({reason}); {DOWNLOAD_AGAIN_HINT}"
         ) from error
-    except Exception:  # a template is a program, which may raise any exception
+    except Exception:  # a template is a program and can raise any exception
         return
 
 
 def set_template_options(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, object]) -> None:
     """Set default values of chat template options, such as {"enable_thinking": False}.
 
-    The defaults are written into the tokenizer's template in place, so that every later use of the
-    tokenizer has them. Raises ValueError if an option's name does not occur in the template.
+    The defaults are written into the tokenizer's template in place. All later users of the
+    tokenizer therefore get them. Raises ValueError if the template does not contain an option's
+    name.
     """
     if not options:
         return
@@ -42,7 +47,7 @@ def set_template_options(tokenizer: PreTrainedTokenizerBase, options: Mapping[st
         if name not in words:
             raise ValueError(
                 f"target.chat_template_kwargs.{name}: this model's chat template has no option of "
-                "this name"
+                "this name; leave it out"
             )
     statements = []
     for name, value in options.items():
@@ -51,7 +56,7 @@ def set_template_options(tokenizer: PreTrainedTokenizerBase, options: Mapping[st
             f"{{%- if {name} is not defined %}}{{% set {name} = {literal} %}}{{% endif -%}}"
         )
     defaults = "".join(statements)
-    if type(template) is dict:  # a dictionary of several named templates
+    if type(template) is dict:  # the tokenizer has several named templates
         tokenizer.chat_template = {name: defaults + text for name, text in template.items()}
     else:
         tokenizer.chat_template = defaults + template

@@ -1,5 +1,5 @@
 """Checks of a model's folder: its files can be read, its config.json is plausible, and its weights
-are complete, finite and of the shapes that the model needs.
+are complete and finite and have the shapes that the model needs.
 
 transformers checks little of this. It fills missing tensors with random numbers, and it raises
 exceptions of any class for damaged files.
@@ -27,16 +27,17 @@ MODEL_JSON_FILES = (
     *("tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json"),
 )
 DOWNLOAD_AGAIN_HINT = "copy or download the model again"
-# largest num_hidden_layers in config.json, since transformers builds a list with an entry per layer
+# Largest allowed num_hidden_layers in config.json. transformers builds a list with an entry per
+# layer, so a huge number would fill the memory.
 MAX_DECODER_LAYERS = 10_000
-MAX_LISTED_TENSORS = 3  # largest number of tensor names in an error message, for each kind of error
+MAX_LISTED_TENSORS = 3  # maximum number of names per kind of error in a message
 CONFIG_SIZE_KEYS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "head_dim"),
 )
-# Matches the names of tensors that a causal language model does not need. These are layers for
-# multi-token prediction, image and audio encoders, and buffers that old files store and that
-# transformers now computes.
+# Matches the names of tensors in weight files that a causal language model does not need: layers
+# for multi-token prediction, encoders of images and audio, and rotary frequencies, which
+# transformers computes itself.
 IGNORED_TENSOR_NAMES = re.compile(
     r"(^|\.)(mtp|mtp_\w+|vision_\w+|visual|audio_\w+|multi_modal_\w+|mm_\w+|embed_vision|embed_audio|image_\w+)\.|"
     r"rotary_emb\.inv_freq$"
@@ -49,8 +50,8 @@ ShapeMismatch = tuple[str, Shape, Shape]
 
 @contextmanager
 def delay_warnings() -> Generator[None]:
-    """Hold back what transformers logs within the block. The messages are logged at the end if the
-    block succeeds, and dropped if the block raises an exception."""
+    """Collect the log messages that transformers writes within the `with` block. If the block
+    succeeds, they are logged at its end. If the block raises an exception, they are dropped."""
     logger = get_logger("transformers")
     handlers = logger.handlers[:]
     collector = MemoryHandler(capacity=10_000, flushLevel=logging.CRITICAL + 1)
@@ -64,8 +65,8 @@ def delay_warnings() -> Generator[None]:
 
 
 def format_error(error: BaseException) -> str:
-    """Return the name of an exception's class, followed by the exception's message in one line of
-    at most 300 characters."""
+    """Return an exception as one line: the name of its class, then its message, cut to 300
+    characters."""
     message = " ".join(str(error).split())[:300]
     if message:
         return f"{type(error).__name__}: {message}"
@@ -73,9 +74,9 @@ def format_error(error: BaseException) -> str:
 
 
 def find_damaged_json(folder: Path) -> str | None:
-    """Return a description of the first damaged JSON file in a model's folder: the file's name and
-    the reason. A file that contains no JSON object is damaged too. Return None if all files that
-    exist are in order."""
+    """Return the name of the first damaged JSON file in a model's folder, followed by the reason. A
+    file whose content is not a JSON object counts as damaged. Return None if no file is damaged;
+    missing files are ignored."""
     for name in MODEL_JSON_FILES:
         try:
             content = json.loads((folder / name).read_text(encoding="utf-8"))
@@ -89,8 +90,11 @@ def find_damaged_json(folder: Path) -> str | None:
 
 
 def read_json_object(path: str, file: Path) -> dict[str, Any]:
-    """Return the JSON object in `file`; {} if the file does not exist. Raises ValueError if the
-    file is damaged; the message begins with the target's `path`."""
+    """Return the JSON object in `file`, or {} if the file does not exist. Raises ValueError if the
+    file is damaged.
+
+    path: the target's path, for the error message
+    """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -108,26 +112,35 @@ def read_json_object(path: str, file: Path) -> dict[str, Any]:
 
 
 def check_layer_count(path: str, config: Mapping[str, Any]) -> None:
-    """Raise ValueError if `config`, the content of a config.json, has more than MAX_DECODER_LAYERS
-    layers."""
+    """Raise ValueError if a model has more than MAX_DECODER_LAYERS layers.
+
+    path: the target's path, for the error message
+    config: the content of the model's config.json
+    """
     for section in (config, config.get("text_config")):
         count = section.get("num_hidden_layers") if isinstance(section, dict) else None
         if isinstance(count, int) and count > MAX_DECODER_LAYERS:
             raise ValueError(
                 f"target.path={path}: config.json has num_hidden_layers={count}, but at most "
-                f"{MAX_DECODER_LAYERS} are allowed"
+                f"{MAX_DECODER_LAYERS} are allowed; {DOWNLOAD_AGAIN_HINT}"
             )
 
 
 def check_config(path: str, config: PretrainedConfig) -> None:
-    """Raise ValueError if a size, an epsilon or a rotary base in config.json has a value that no
-    model can have."""
-    # This reads a dictionary, because reading an attribute raises an exception if layers have
-    # different sizes.
+    """Raise ValueError if a size, a norm's epsilon or the base of the rotary angles in config.json
+    has an impossible value, such as a negative hidden size.
+
+    path: the target's path, for the error message
+    """
+    # Read a dictionary, because reading an attribute of the config raises an exception if the
+    # layers have different sizes.
     values = config.get_text_config().to_dict()
 
     def refuse(name: str, value: object, allowed: str) -> NoReturn:
-        raise ValueError(f"target.path={path}: config.json has {name}={value!r}, but {allowed}")
+        raise ValueError(
+            f"target.path={path}: config.json has {name}={value!r}, but {allowed}; correct this "
+            f"value, or {DOWNLOAD_AGAIN_HINT}"
+        )
 
     for name in CONFIG_SIZE_KEYS:
         size = values.get(name)
@@ -160,7 +173,11 @@ def check_config(path: str, config: PretrainedConfig) -> None:
 
 
 def flatten_values(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values in nested dictionaries, each with its dotted name."""
+    """Yield every value in nested dictionaries as a pair of its dotted name and the value, such as
+    ("rope_parameters.rope_theta", 10000.0).
+
+    prefix: put in front of every name
+    """
     for key, value in values.items():
         if isinstance(value, dict):
             yield from flatten_values(value, f"{prefix}{key}.")
@@ -169,8 +186,11 @@ def flatten_values(values: Mapping[str, Any], prefix: str = "") -> Iterator[tupl
 
 
 def check_generation_config(path: str, folder: Path) -> None:
-    """Raise ValueError if generation_config.json is damaged, or if its eos_token_id contains a
-    value that is not an integer. transformers would ignore a damaged file without a message."""
+    """Raise ValueError if generation_config.json in `folder` is damaged, or if its eos_token_id
+    contains anything but integers. transformers ignores a damaged file without a message.
+
+    path: the target's path, for the error message
+    """
     value = read_json_object(path, folder / "generation_config.json").get("eos_token_id")
     if value is None:
         return
@@ -178,14 +198,17 @@ def check_generation_config(path: str, folder: Path) -> None:
     if not all(type(token) is int for token in ids):
         raise ValueError(
             f"target.path={path}: generation_config.json has eos_token_id={value!r}, but a token "
-            "id or a list of token ids is needed"
+            "id or a list of token ids is needed; correct this value"
         )
 
 
 def find_checkpoint_files(path: str, folder: Path) -> list[Path]:
-    """Return the safetensors files that contain the weights in a model's folder. The list is empty
-    if the weights have another format. Raises ValueError for a damaged index, and FileNotFoundError
-    if a file that the index names is missing."""
+    """Return the safetensors files with the weights of the model in `folder`. Return an empty list
+    if the weights have another format. Raises ValueError if the index of the files is damaged, and
+    FileNotFoundError if a file in the index is missing.
+
+    path: the target's path, for error messages
+    """
     if (folder / SINGLE_WEIGHTS_FILE).is_file():
         return [folder / SINGLE_WEIGHTS_FILE]
     if not (folder / WEIGHTS_INDEX_FILE).exists():
@@ -207,13 +230,16 @@ def find_checkpoint_files(path: str, folder: Path) -> list[Path]:
 
 def read_tensor_shapes(path: str, files: Iterable[Path]) -> dict[str, Shape]:
     """Return the shape of every tensor in safetensors files, by tensor name. Only the headers of
-    the files are read. Raises ValueError if a header is damaged, or if a file is shorter or longer
-    than its header says."""
+    the files are read. Raises ValueError if a header is damaged, or if a file's size contradicts
+    the header.
+
+    path: the target's path, for error messages
+    """
     shapes = {}
     for file in files:
         try:
             with safe_open(file, "pt") as opened:
-                for name in opened.keys():  # noqa: SIM118
+                for name in opened.keys():  # noqa: SIM118  this object is not iterable
                     shapes[name] = tuple(opened.get_slice(name).get_shape())
         except (SafetensorError, OSError) as error:
             raise ValueError(
@@ -226,9 +252,11 @@ def read_tensor_shapes(path: str, files: Iterable[Path]) -> dict[str, Shape]:
 def check_model_size(
     path: str, model: PreTrainedModel, shapes: Mapping[str, Shape], factor: int = 1
 ) -> None:
-    """Raise ValueError if a model on the meta device has more than `factor` times as many values as
-    its weight files. In this way a wrong config.json is refused before memory is allocated.
+    """Raise ValueError if a model has more than `factor` times as many values as its weight files.
+    This refuses a wrong config.json before memory is allocated.
 
+    path: the target's path, for the error message
+    model: the model on the meta device
     shapes: the shape of every tensor in the weight files, by tensor name
     """
     stored = sum(map(math.prod, shapes.values()))
@@ -244,8 +272,12 @@ def check_model_size(
 
 
 def describe_name_differences(model: PreTrainedModel, shapes: Mapping[str, Shape]) -> str:
-    """Describe, in parentheses, which tensors the weight files lack or contain with another shape.
-    Return an empty string if the files contain none of the model's tensor names."""
+    """Return a text in parentheses that lists the model's tensors that are missing in the weight
+    files or have another shape there. Return "" if the files contain none of the model's tensor
+    names.
+
+    shapes: the shape of every tensor in the weight files, by tensor name
+    """
     expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     if not expected.keys() & shapes.keys():
         return ""
@@ -261,8 +293,11 @@ def describe_name_differences(model: PreTrainedModel, shapes: Mapping[str, Shape
 def describe_tensor_errors(
     missing: Iterable[str], mismatched: Iterable[ShapeMismatch], unexpected: Iterable[str]
 ) -> str:
-    """Describe which tensors are wrong. For each kind of error, the text has the number of tensors
-    and the first names."""
+    """Return a text that lists missing, mismatched and unexpected tensors. For each of these
+    errors, it states the number of tensors and the first names.
+
+    mismatched: tuples (tensor name, shape in the file, shape in the model)
+    """
     mismatches = [
         f"{name} ({tuple(stored)}, not {tuple(expected)})"
         for name, stored, expected in sorted(mismatched)
@@ -285,8 +320,8 @@ def describe_tensor_errors(
 
 
 def is_ignored_tensor(name: str, model: PreTrainedModel) -> bool:
-    """Return whether a tensor of the weight files may be ignored: it belongs to a component that a
-    causal language model does not have, or the model's class ignores it."""
+    """Return whether a tensor in the weight files may be ignored: it belongs to a component that a
+    causal language model lacks, such as an image encoder, or the model's class ignores its name."""
     ignored_patterns = model._keys_to_ignore_on_load_unexpected or ()
     if IGNORED_TENSOR_NAMES.search(name):
         return True
@@ -308,11 +343,12 @@ def check_tensors(
     unexpected: Iterable[str],
     remedy: str = DOWNLOAD_AGAIN_HINT,
 ) -> None:
-    """Raise ValueError if tensors of the weight files do not match the model. The message names the
-    tensors and ends with `remedy`.
+    """Raise ValueError if tensors of the weight files do not match the model. The message names
+    these tensors and ends with `remedy`.
 
-    missing: names of tensors that the model needs and the files lack
-    mismatched: tensors whose shape in the files differs from the model's
+    path: the target's path, for the error message
+    missing: names of tensors that the model needs but the files do not contain
+    mismatched: tensors whose shapes in the files and in the model differ
     unexpected: names of tensors in the files that the model does not use
     """
     unexpected = [name for name in unexpected if not is_ignored_tensor(name, model)]
@@ -330,8 +366,12 @@ def check_loading_info(
     info: Mapping[str, Iterable[Any]],
     remedy: str = DOWNLOAD_AGAIN_HINT,
 ) -> None:
-    """Check the loading information that `from_pretrained(..., output_loading_info=True)` returns
-    with a model. Raises ValueError like `check_tensors`."""
+    """Raise ValueError if transformers found missing, mismatched or unexpected tensors while it
+    loaded a model. The message names these tensors and ends with `remedy`.
+
+    path: the target's path, for the error message
+    info: the loading information from `from_pretrained(..., output_loading_info=True)`
+    """
     check_tensors(
         path, model, info["missing_keys"], info["mismatched_keys"], info["unexpected_keys"], remedy
     )
@@ -341,7 +381,7 @@ def check_loading_info(
 def check_finite(source: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Raise ValueError for the first tensor with a value that is NaN or infinite.
 
-    source: where the tensors come from; the message begins with it
+    source: where the tensors come from, such as "target.path=..."; the message begins with it
     tensors: (name, tensor) pairs; integer tensors and tensors on the meta device are skipped
     """
     for name, tensor in tensors:
@@ -349,9 +389,9 @@ def check_finite(source: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> No
             continue
         if tensor.element_size() == 1:  # PyTorch cannot sum float8
             tensor = tensor.float()
-        if torch.isfinite(tensor.sum()):  # the sum would be NaN or infinite if any value were
+        if torch.isfinite(tensor.sum()):  # a finite sum has only finite terms
             continue
-        # The count is 0 if all values are finite and only their sum overflows.
+        # A sum of finite values can overflow; the count is 0 then.
         count = int(tensor.isfinite().logical_not().sum())
         if count:
             raise ValueError(

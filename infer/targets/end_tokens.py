@@ -1,9 +1,9 @@
-"""Find the tokens that end an output. They are named by a model's configs, its tokenizer and its
-chat template, and all of them are used.
+"""Find the tokens that end an output. A model's configs, its tokenizer and its chat template each
+name such tokens, and the tokens from all of them are used.
 
-Fine-tuned models often name the token that ends a turn in only one of these sources. If that token
-were missed, generation would continue with the user's next turn. A token that the model never
-generates does no harm.
+Fine-tuned models often name the token that ends a turn in only one of these sources. Without this
+token, generation would continue with the user's next turn. A token that the model never generates
+does no harm.
 """
 
 import re
@@ -27,8 +27,7 @@ def find_eos_token_ids(
 
     configs: the model's generation config, its config and its text config; None for a config that
         the model does not have
-    tokenizer: provides its end-of-text token and, through its chat template, the token that ends a
-        turn
+    tokenizer: names an end-of-text token; its chat template shows the token that ends a turn
     vocab_size: number of ids that the model can generate; other ids are left out
     """
     ids: set[Any] = set()
@@ -46,8 +45,8 @@ def find_config_eos_ids(
 ) -> list[Any]:
     """Return the token ids in a config's eos_token_id as a list.
 
-    If the config does not set eos_token_id, the value is the default of the config's class, such as
-    2 for Llama. A default is left out if the tokenizer uses that id for ordinary text.
+    A config that does not set eos_token_id has the default of its class, such as 2 for Llama. The
+    default is left out if the tokenizer uses this id for ordinary text.
     """
     value = getattr(config, "eos_token_id", None)
     if value is None:
@@ -61,26 +60,28 @@ def find_config_eos_ids(
 
 
 def get_added_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[str, int]:
-    """Return the ids of a tokenizer's added tokens, special tokens included, by the token's text.
-    Ordinary text never contains an added token. Tokens that consist of whitespace are left out."""
-    added_tokens = cast(Any, tokenizer).added_tokens_decoder  # the base class does not declare it
+    """Return a tokenizer's added tokens, including special tokens, as a dictionary from a token's
+    text to its id. Ordinary text is never tokenised to an added token. Tokens that consist of
+    whitespace are left out."""
+    # The base class does not declare this attribute.
+    added_tokens = cast(Any, tokenizer).added_tokens_decoder
     ids = {token.content: id for id, token in added_tokens.items()}
     return {text: id for text, id in ids.items() if text.strip()}
 
 
 @lru_cache(maxsize=16)
 def find_turn_end_id(tokenizer: "PreTrainedTokenizerBase", template: str) -> int | None:
-    """Return the token that ends an assistant's turn in a tokenizer's chat template; None if the
+    """Return the id of the token that ends an assistant's turn in a chat template, or None if the
     template shows no such token.
 
-    The template renders a chat twice: once with the assistant's answer as the last message, once
-    with another question after the answer. The added tokens that follow the answer in both
-    renderings, before any other text, belong to the assistant's turn, and the last of these tokens
-    ends the turn. A token that follows the answer in only one rendering does not end the turn: it
-    begins the next turn (GLM), or it ends a message after which the same turn may continue
-    (`<|end|>` of gpt-oss).
+    A chat is rendered twice: once with the assistant's answer as the last message, once with
+    another question after the answer. The added tokens that directly follow the answer in both
+    renderings belong to the assistant's turn, and the last of them ends the turn. A token that
+    follows the answer in only one rendering begins the next turn (GLM), or it ends a message after
+    which the same turn may continue (`<|end|>` of gpt-oss).
 
-    template: the text of the chat template, so that the function's cache notices a changed template
+    template: text of the chat template; part of this function's cache key, so that a changed
+        template is analysed again
     """
     if tokenizer.chat_template is None:
         return None
@@ -98,7 +99,7 @@ def find_turn_end_id(tokenizer: "PreTrainedTokenizerBase", template: str) -> int
         if not after_last_answer.strip():
             # Some templates write the end of a turn only when the next turn begins.
             after_last_answer = render_after_answer(chat, add_generation_prompt=True)
-    except Exception:  # noqa: BLE001  a template is a program, which may raise any exception
+    except Exception:  # noqa: BLE001  a template is a program and can raise any exception
         return None
 
     ids = get_added_tokens(tokenizer)
@@ -114,8 +115,8 @@ def find_turn_end_id(tokenizer: "PreTrainedTokenizerBase", template: str) -> int
 
 
 def find_leading_tokens(text: str, tokens: Collection[str]) -> list[str]:
-    """Return the tokens that a text begins with, in order, up to the first text that is not one of
-    `tokens`. Whitespace between tokens is skipped."""
+    """Return the tokens at the beginning of a text, in order, up to the first text that is not one
+    of `tokens`. Whitespace between tokens is skipped."""
     if not tokens:
         return []
     choices = "|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True))

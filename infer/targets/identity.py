@@ -7,16 +7,17 @@ import json
 from infer.targets.loading import list_weight_files
 from infer.utils.files import json_digest
 
-# number of samples, at evenly spaced offsets, that enter a file's digest
+# The digest of a weight file covers this many samples, which are evenly spaced.
 SAMPLES_PER_WEIGHT_FILE = 256
 WEIGHT_SAMPLE_BYTES = 4096
 
 
 def target_identity(path: str, tokenizer: str | None) -> dict[str, str | None]:
-    """Return digests of the weights, config.json and tokenizer of the target at `path`. A file that
-    the target lacks has the digest None.
+    """Return digests that identify the target at `path`, under the keys "weights", "config" and
+    "tokenizer". The config's digest is None if the target has no config.json.
 
-    tokenizer: digest of the target's tokenizer, see `infer.targets.target.tokenizer_digest`
+    tokenizer: digest of the target's tokenizer from `infer.targets.target.tokenizer_digest`, or
+        None
     """
     config_digest = None
     files = list_weight_files(path)
@@ -28,8 +29,8 @@ def target_identity(path: str, tokenizer: str | None) -> dict[str, str | None]:
 
 
 def weights_digest(path: str) -> str:
-    """Return a SHA-256, in hexadecimal, of the names and sizes of a model's weight files and of
-    samples of the files' content."""
+    """Return a hexadecimal SHA-256 of a model's weight files. It covers the names and sizes of the
+    files and samples of their content."""
     digest = hashlib.sha256()
     for file in list_weight_files(path):
         size = file.stat().st_size

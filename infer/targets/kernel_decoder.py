@@ -1,19 +1,16 @@
-"""Our own decoder, which runs the layers of a target, or of a drafter in decoding, on the
-operations of `infer.kernels`. It computes the same as Hugging Face's layers.
+"""The kernel decoder: our own implementation of decoder layers on the operations of
+`infer.kernels`. It runs targets, and also drafters while they decode. It computes the same as
+Hugging Face's layers.
 
 Queries, keys and values come from one matmul; the gate and up projections come from another. Rotary
 angles are looked up in a table and applied to queries and keys together. The query heads that share
 a key head are packed into the query axis, so that keys and values are never repeated. The KV cache
 is written in place.
 
-The decoder supports layers of the Llama kind: RMS norms, rotary positions with any scaling, grouped
-query heads, norms of queries and keys, biases, sliding windows and gated MLPs. Any other MLP, such
-as a mixture of experts, is called as a module. `Target.kernel_decoder` compares every layer with
-Hugging Face's layer before the decoder is used.
-
-Dimension letters in this module: B batch rows, Q positions of a row, N positions of all rows
-together, S cached positions, D hidden size, I inner size of the MLP, H query heads, K key heads, E
-head size, R features of a head that are rotated.
+The decoder supports layers like those of Llama: RMS norms, rotary positions with any scaling,
+grouped query heads, norms of queries and keys, biases, sliding windows and gated MLPs. Any other
+MLP, such as a mixture of experts, is called as a module. `Target.kernel_decoder` compares every
+layer with Hugging Face's layer before the decoder is used.
 """
 
 from collections.abc import Callable, Iterable
@@ -36,16 +33,17 @@ MasksByLayerType = dict[str, AttentionMask]
 
 @dataclass(frozen=True)
 class GatedMLP:
-    """A gated MLP: down(activation(gate) * up). `gate_up` and `down` are operands of
-    `Kernels.linear`."""
+    """A gated MLP: down(activation(gate) * up). `gate_up` and `down` are weights in the form that
+    `Kernels.linear` takes."""
 
     kernels: Kernels
-    gate_up: object  # maps (N, D) to (N, 2 I); the gate's features come first
+    gate_up: object  # weights of the gate and up projections; the gate's outputs come first
     activation: Activation
-    down: object  # maps (N, I) to (N, D)
+    down: object  # weights of the down projection
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        """Return the MLP's output (N, D) for normalised hidden states (N, D)."""
+        """Return the MLP's output for normalised hidden states. Both have the shape (num_positions,
+        hidden_size)."""
         gate_up = self.kernels.linear(states, self.gate_up)
         inner = self.kernels.gated_activation(gate_up, self.activation)
         return self.kernels.linear(inner, self.down)
@@ -53,32 +51,33 @@ class GatedMLP:
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """The weights and settings of one decoder layer. `qkv`, the joint projection to queries, keys
-    and values, and `attention_output`, the output projection, are operands of `Kernels.linear`."""
+    """The weights and settings of one decoder layer. `qkv` (the joint projection to queries, keys
+    and values) and `attention_output` (the output projection) are weights in the form that
+    `Kernels.linear` takes."""
 
     kernels: Kernels
-    layer_type: str  # selects the attention mask and the rotary angles
-    num_heads: int  # number of query heads, H in shapes
-    num_key_heads: int  # number of key heads, K in shapes
+    layer_type: str  # selects the layer's attention mask and rotary angles
+    num_heads: int  # number of query heads
+    num_key_heads: int  # number of key/value heads
     attention_norm: RMSNormWeights  # the norm before attention
     mlp_norm: RMSNormWeights  # the norm before the MLP
-    output_norms: (
-        tuple[RMSNormWeights, RMSNormWeights] | None
-    )  # norm after attention and norm after the MLP (Gemma 2 and 3)
-    qkv: object  # maps (N, D) to (N, (H + 2 K) E)
-    qk_norm: RMSNormWeights | None  # norm of the query heads and key heads
-    attention_output: object  # maps (N, H E) to (N, D)
-    # a GatedMLP, or a function of normalised hidden states (N, D)
+    # The norm after attention and the norm after the MLP (Gemma 2 and 3). None for other models.
+    output_norms: tuple[RMSNormWeights, RMSNormWeights] | None
+    qkv: object  # weights of the joint projection to queries, keys and values
+    qk_norm: RMSNormWeights | None  # applied to every query and key head
+    attention_output: object  # weights of attention's output projection
+    # A GatedMLP, or another function from normalised hidden states to the MLP's output. Both have
+    # the shape (num_positions, hidden_size).
     mlp: Callable[[torch.Tensor], torch.Tensor]
-    attention_scale: float  # factor that attention scores are multiplied by
-    # The outputs of attention and MLP are multiplied by this factor before they are added to the
-    # residual stream (Granite).
+    attention_scale: float  # attention scores are multiplied by this factor
+    # The outputs of attention and of the MLP are multiplied by this factor before they are added to
+    # the residual stream (Granite).
     residual_scale: float
     uses_rope: bool
 
     @property
     def is_recordable(self) -> bool:
-        """Return whether every operation of the layer can be recorded for replay
+        """Return whether every operation of the layer can be recorded once and then replayed
         (`infer.kernels.launch`)."""
         if type(self.mlp) is not GatedMLP or self.mlp.activation.coefficients is None:
             return False
@@ -94,14 +93,16 @@ class DecoderLayer:
         mask: AttentionMask,
         layer_view: LayerCacheView | PackedLayerView,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the layer, and write the keys and values of the positions to `layer_view`.
+        """Run the layer on N positions, and write their keys and values to `layer_view`.
 
-        states: (N, D), the residual stream before the layer
-        normed: (N, D), `states` after `attention_norm`
+        states: (N, hidden_size), the residual stream before the layer
+        normed: (N, hidden_size), `states` after `attention_norm`
         next_norm: the norm that follows this layer
-        rotation: cosines and sines of the positions' rotary angles, (N, 1, R) each
+        rotation: cosines and sines of the positions' rotary angles, (N, 1, rotated_size) each,
+            where rotated_size is the number of rotated features of a head
 
-        Returns the residual stream after the layer, (N, D), and the same after `next_norm`, (N, D).
+        Returns the residual stream after the layer, and the same tensor after `next_norm`. Both
+        have the shape (N, hidden_size).
         """
         kernels = self.kernels
         projected = kernels.linear(normed, self.qkv)
@@ -129,15 +130,16 @@ class DecoderLayer:
 
 @dataclass(frozen=True)
 class KernelDecoder:
-    """The decoder layers and the final norm of a target or a drafter. A target's decoder also has
-    the embedding and the rotary embedding."""
+    """The decoder layers and the final norm of a target or a drafter. The embedding and the rotary
+    embedding are None for a drafter."""
 
     kernels: Kernels
     layers: list[DecoderLayer]
     final_norm: RMSNormWeights
     embed: Callable[[torch.Tensor], torch.Tensor] | None = None
     rotary_embedding: nn.Module | None = None
-    # Rotary tables by layer type. A table covers the largest cache that it was computed for.
+    # Keys are layer types, values are the cosines and sines of the rotary angles. A table covers
+    # the largest cache that was used so far.
     rope_tables: RotationsByLayerType = field(default_factory=dict)
 
     def __call__(
@@ -150,11 +152,13 @@ class KernelDecoder:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run all layers on token ids at absolute positions.
 
-        ids, positions: (B, Q) int64 each, or (N,) each for the N positions that are not padding
+        ids, positions: (B, length) int64 each, or (N,) each for the N positions that are not
+            padding
+        feature_layer_ids: indices of the layers whose outputs are returned; the number of layers,
+            as an index, selects the last hidden states
 
-        Returns the outputs of the layers `feature_layer_ids`, concatenated along the last axis, and
-        the last hidden states (B, Q, D) after the final norm. The layer id that follows the last
-        layer's id selects these last hidden states.
+        Returns two tensors whose leading axes are those of `ids`: the outputs of the feature
+        layers, concatenated along the last axis, and the last hidden states after the final norm.
         """
         assert self.embed is not None
         states = self.embed(ids.flatten())
@@ -176,15 +180,18 @@ class KernelDecoder:
         output_layer_ids: tuple[int, ...],
         keep_output: Callable[[torch.Tensor], torch.Tensor] = lambda states: states,
     ) -> dict[int, torch.Tensor]:
-        """Run all layers on the hidden states `states` (N, D).
+        """Run all layers on the hidden states `states` (num_positions, hidden_size).
 
-        rotations: by layer type, cosines and sines of the positions' rotary angles, (N, 1, R) each
-        output_layer_ids: ids of the layers whose outputs are returned
-        keep_output: applied to each returned layer output, to protect it from being overwritten by
-            later layers
+        rotations: keys are layer types, values are the cosines and sines of the positions' rotary
+            angles
+        masks: keys are layer types, values are attention masks
+        layer_views: where each layer stores its keys and values
+        output_layer_ids: indices of the layers whose outputs are returned
+        keep_output: applied to each returned layer output, for example to copy it before later
+            layers overwrite it
 
-        Returns the outputs (N, D) by layer id. The id that follows the last layer's id has the last
-        hidden states after the final norm.
+        Returns the outputs (num_positions, hidden_size) by layer index. An additional entry, whose
+        key is the number of layers, is the last hidden states after the final norm.
         """
         outputs = {}
         norms = [layer.attention_norm for layer in self.layers]
@@ -204,12 +211,13 @@ class KernelDecoder:
     def look_up_rotations(
         self, states: torch.Tensor, positions: torch.Tensor, capacity: int
     ) -> RotationsByLayerType:
-        """Return by layer type the cosines and sines of the rotary angles at `positions`, (N, 1, R)
-        each.
+        """Return the cosines and sines of the rotary angles at `positions`, by layer type. Each has
+        the shape (num_positions, 1, rotated_size), where rotated_size is the number of rotated
+        features of a head.
 
         states: any tensor with the dtype and device of the layers
-        positions: absolute positions, N in total
-        capacity: number of positions per row of the cache
+        positions: absolute positions, of any shape
+        capacity: number of positions per batch row of the cache
         """
         layer_types = dict.fromkeys(layer.layer_type for layer in self.layers)
         tables = {
@@ -228,9 +236,12 @@ class KernelDecoder:
     def get_rope_table(
         self, states: torch.Tensor, capacity: int, layer_type: str
     ) -> CosinesAndSines:
-        """Return the cosines and sines of the rotary angles at all positions of a cache, (S, R)
-        each, where S is at least `capacity`. The sines of the first half of the features are
-        negated, because the rotation uses them with that sign.
+        """Return the cosines and sines of the rotary angles at all positions of a cache, for one
+        layer type. Each has the shape (num_positions, rotated_size), where num_positions is at
+        least `capacity` and rotated_size is the number of rotated features of a head. The sines of
+        the first half of the features are negated, as the rotation needs them.
+
+        states: any tensor with the dtype and device of the layers
 
         A table that was computed for a longer cache is also right for a shorter one:
         `Target.allocate_cache` refuses every capacity at which rotary angles would change.

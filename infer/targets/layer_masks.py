@@ -1,8 +1,5 @@
-"""The attention masks of a target. Layers of different types have different masks, because they
-differ in the sliding window or attention chunk.
-
-Dimension letters in this module: B batch rows, M tree nodes.
-"""
+"""The attention masks of a target, one for each layer type. The masks differ in the sliding window
+or the attention chunk (Llama 4)."""
 
 from collections.abc import Callable
 from functools import partial
@@ -17,9 +14,12 @@ from infer.targets.support import CHUNKED_ATTENTION
 def build_masks_by_layer_type(
     windows: dict[str, int | None], make_mask: Callable[..., AttentionMask]
 ) -> dict[str, AttentionMask]:
-    """Return the attention mask of every layer type, made by `make_mask(window=, chunked=)`.
+    """Return the attention mask of every layer type, as a dictionary from layer type to mask.
 
-    windows: the sliding window or chunk size of every layer type, see `get_attention_windows`
+    windows: size of the sliding window or attention chunk of every layer type, in positions; None
+        means full attention
+    make_mask: called with the keyword arguments `window` (that size) and `chunked` (whether it is
+        the size of a chunk)
     """
     return {
         layer_type: make_mask(window=window, chunked=layer_type == CHUNKED_ATTENTION)
@@ -34,14 +34,18 @@ def build_tree_masks(
     cached_lengths: torch.Tensor,
     cache_view: CacheView,
 ) -> dict[str, AttentionMask]:
-    """Return by layer type the attention masks for verifying draft trees.
+    """Return the attention masks for verifying draft trees, as a dictionary from layer type to
+    mask.
 
-    ancestors: (B, M, M) bool; entry [b, i, j] is true if node j is node i or an ancestor of node i
-    positions: (B, M) int64, absolute position of every node
+    windows: size of the sliding window or attention chunk of every layer type, in positions; None
+        means full attention
+    ancestors: (B, num_nodes, num_nodes) bool; entry [b, i, j] is true if node j is node i or an
+        ancestor of node i
+    positions: (B, num_nodes) int64, absolute position of every node
     cached_lengths: (B,) int64, number of cached positions of every batch row
 
-    If all batch rows have the same cached length and every tree consists of its root, every query
-    attends to every key, so that no mask is needed. This is the most frequent case.
+    No mask is needed if all batch rows have the same cached length and every tree consists only of
+    its root. In this most frequent case, every query attends to every key.
     """
     sees_all_keys = ancestors.shape[1] == 1 and cache_view.cache.has_uniform_lengths
     make_mask = partial(
@@ -56,8 +60,8 @@ def build_tree_masks(
 
 
 def build_causal_mask(rows: int, width: int, device: torch.device) -> torch.Tensor:
-    """Return the causal mask of `width` consecutive positions, the same for `rows` batch rows,
-    (rows, width, width) bool. An entry is true if the position on axis 1 attends to the position on
-    axis 2."""
+    """Return the causal mask of `width` consecutive positions, repeated for `rows` batch rows. The
+    shape is (rows, width, width) bool. An entry is true if the position on axis 1 attends to the
+    position on axis 2."""
     mask = torch.ones(width, width, dtype=torch.bool, device=device).tril()
     return mask.expand(rows, -1, -1)

@@ -1,5 +1,5 @@
-"""Loading of some of a target's decoder layers. Training from stored features and initialising a
-drafter need only these layers; the other layers take no memory."""
+"""Loading of some of a target's decoder layers. Training from stored hidden states and initialising
+a drafter need only these layers; the other layers take no memory."""
 
 import os
 import re
@@ -29,22 +29,22 @@ def load_layer_weights(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Load the embedding, the head, the final norm and the decoder layers `layers` of a model on
-    the meta device.
+    """Load the embedding, the head, the final norm and some decoder layers of a model on the meta
+    device.
 
     path: the target's path, for error messages
     files: the target's safetensors files
     layers: indices of the decoder layers to load
 
-    A decoder layer that the files do not store under the model's parameter names is skipped. An
-    example is a mixture of experts that is stored expert by expert. Raises ValueError if the
-    embedding, head or norm is stored under another name, or if a tensor is missing, has another
-    shape or is not finite.
+    A decoder layer is skipped if the files store it under other parameter names than the model's,
+    for example if each expert of a mixture of experts is stored as a separate tensor. Raises
+    ValueError if the embedding, head or norm is stored under another name, or if a tensor is
+    missing, has another shape or is not finite.
     """
     decoder_layers = get_decoder_layers(find_decoder(model))
     shapes = read_tensor_shapes(path, files)
     check_layer_indices(path, model, shapes)
-    state_dict_names = model.state_dict().keys()  # includes buffers, which are not loaded
+    state_dict_names = model.state_dict().keys()  # also contains buffers, which are not loaded
     needed = get_required_shapes(path, model, shapes)
     for i in layers:
         layer_shapes = parameter_shapes(model, decoder_layers[i])
@@ -53,7 +53,7 @@ def load_layer_weights(
         unexpected = [
             name for name in shapes if name.startswith(prefix) and name not in state_dict_names
         ]
-        if missing and unexpected:  # the layer is stored under other names
+        if missing and unexpected:  # the files store the layer under other names
             continue
         check_tensors(path, model, missing, (), unexpected)
         needed |= layer_shapes
@@ -64,13 +64,13 @@ def load_layer_weights(
 
     stored: dict[str, torch.Tensor] = {}
     for file in files:
-        stored |= load_file(file)  # maps the file into memory without reading it
+        stored |= load_file(file)  # memory-maps the file; nothing is read yet
     weights = {name: stored[name].to(device, dtype, copy=True) for name in needed}
     check_finite(f"target.path={path}", weights.items())
     model.load_state_dict(weights, strict=False, assign=True)
     embedding = model.get_input_embeddings()
     scale = vars(embedding).get("scalar_embed_scale")
-    if scale:  # Gemma's scale is a buffer that no weight file contains
+    if scale:  # Gemma's embedding scale is not in the files
         embedding.embed_scale = torch.tensor(scale, device=device)
     model.tie_weights()
 
@@ -81,14 +81,16 @@ def get_required_shapes(
     """Return the shapes of the parameters in a model's embedding, head and final norm, by parameter
     name.
 
-    shapes: the shape of every stored tensor, by tensor name
+    path: the target's path, for error messages
+    shapes: the shape of every tensor in the weight files, by tensor name
 
-    Raises ValueError if one of these parameters is not stored under its own name.
+    Raises ValueError if the weight files do not contain one of these parameter names.
     """
     children = dict(find_decoder(model).named_children())
     if "norm" not in children:
         raise ValueError(
-            f"target.path={path}: the target's last norm is not named `norm`; set features=null"
+            f"target.path={path}: the target's last norm is not named `norm`, so it cannot be "
+            "loaded alone; set features=null"
         )
     modules = {"embedding": model.get_input_embeddings(), "last norm": children["norm"]}
     head = model.get_output_embeddings()
@@ -100,15 +102,19 @@ def get_required_shapes(
         missing = [name for name in module_shapes if name not in shapes]
         if missing:
             raise ValueError(
-                f"target.path={path}: the target's {title} ({missing[0]}) is not stored under its "
-                f"own name; {DOWNLOAD_AGAIN_HINT}, or set features=null"
+                f"target.path={path}: the weight files contain no tensor {missing[0]}, which is "
+                f"the target's {title}; {DOWNLOAD_AGAIN_HINT}, or set features=null"
             )
         required |= module_shapes
     return required
 
 
 def check_layer_indices(path: str, model: PreTrainedModel, shapes: Mapping[str, Shape]) -> None:
-    """Raise ValueError if the weight files contain decoder layers that the model does not have."""
+    """Raise ValueError if the weight files contain decoder layers that the model does not have.
+
+    path: the target's path, for the error message
+    shapes: the shape of every tensor in the weight files, by tensor name
+    """
     layers = get_decoder_layers(find_decoder(model))
     prefix = next(name for name, module in model.named_modules() if module is layers)
     pattern = re.compile(re.escape(prefix) + r"\.(\d+)\.")
@@ -121,7 +127,7 @@ def check_layer_indices(path: str, model: PreTrainedModel, shapes: Mapping[str, 
 
 
 def parameter_shapes(model: nn.Module, module: nn.Module) -> dict[str, Shape]:
-    """Return the shapes of the parameters of `module`, a submodule of `model`. The keys are the
-    parameters' names in `model`."""
+    """Return the shapes of the parameters of `module`, which is a submodule of `model`. The keys
+    are the parameters' names in `model`."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return {names[id(parameter)]: tuple(parameter.shape) for parameter in module.parameters()}

@@ -1,10 +1,6 @@
 """Conversion of a target's Hugging Face layers to layers of our own decoder
-(`infer.targets.kernel_decoder`). This module decides which layers our decoder supports, and reads
-their weights.
-
-Dimension letters in this module: N positions, D hidden size, H query heads, K key heads, E head
-size, R selected or joined outputs of a linear layer.
-"""
+(`infer.targets.kernel_decoder`). This module decides which layers our decoder supports, and takes
+their weights."""
 
 from collections.abc import Callable
 from copy import copy
@@ -27,13 +23,14 @@ from infer.kernels.table import Kernels
 from infer.targets.kernel_decoder import DecoderLayer, GatedMLP, KernelDecoder
 from infer.targets.support import get_decoder_layers
 
-# Names of the norms of a decoder layer in models of the Llama kind.
+# Names of the norms in a Llama decoder layer.
 LLAMA_NORM_NAMES = {"input_layernorm", "post_attention_layernorm"}
-# Names of the norms in Gemma 2 and 3, which also normalise the outputs of attention and MLP.
+# Names of the norms in a decoder layer of Gemma 2 and 3, which also normalises the outputs of
+# attention and MLP.
 GEMMA2_NORM_NAMES = LLAMA_NORM_NAMES | {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
-# Largest relative difference between two results that differ only by rounding.
+# Two results differ only by rounding if their relative difference is at most this number.
 ROUNDING_RTOL = {torch.float64: 1e-9, torch.float32: 1e-4}
-LOW_PRECISION_RTOL = 0.05  # the same for 16-bit dtypes and for int8 weights
+LOW_PRECISION_RTOL = 0.05  # like ROUNDING_RTOL, for 16-bit dtypes and int8 weights
 COEFFICIENTS_BY_ACTIVATION = {
     nn.SiLU: SILU_COEFFICIENTS,
     type(ACT2FN["silu"]): SILU_COEFFICIENTS,
@@ -42,8 +39,8 @@ COEFFICIENTS_BY_ACTIVATION = {
 
 
 class UnsupportedLayer(Exception):
-    """Our own decoder does not support a layer. The message names the component that is not
-    supported."""
+    """Raised if our own decoder does not support a layer. The message names the unsupported
+    component."""
 
 
 def equals_up_to_rounding(
@@ -52,8 +49,8 @@ def equals_up_to_rounding(
     """Return whether two tensors of the same shape differ only by rounding.
 
     int8: whether the tensors were computed with int8 weights
-    residual_norm: norm of the residual stream that both tensors were added to; this addition has
-        rounded them
+    residual_norm: norm of the residual stream if both tensors were once added to it; the addition
+        has rounded them, so the tolerance grows with this norm
     """
     rtol = LOW_PRECISION_RTOL
     if not int8:
@@ -63,43 +60,45 @@ def equals_up_to_rounding(
 
 
 def select_outputs(linear: nn.Module, output_ids: torch.Tensor) -> nn.Module:
-    """Return a linear layer that computes only some of the outputs of `linear`, whose weights may
-    be floats or int8 codes. The weights are copied.
+    """Return a linear layer that computes only the outputs `output_ids` of `linear`. The selected
+    weights, floats or int8 codes, are copied.
 
-    output_ids: (R,) int64, the outputs to compute
+    output_ids: (num_selected,) int64, indices of the outputs to compute
     """
     selected = copy(linear)
     selected._parameters = linear._parameters.copy()
     for name, weight in linear.named_parameters():
-        if name != "smooth":  # has an entry per input, not per output
+        if name != "smooth":  # `smooth` has one entry per input, not per output
             selected_weight = nn.Parameter(weight.data[output_ids], requires_grad=False)
             selected._parameters[name] = selected_weight
     return selected
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether `join_linears` supports a module. It supports nn.Linear, and linear layers
-    with int8 codes, whose class has the methods `can_join` and `join`
-    (`infer.int8_cpu.modules`)."""
+    """Return whether `join_linears` supports a module: nn.Linear, or a linear layer with int8
+    weights, whose class has the methods `can_join` and `join` (`infer.int8_cpu.modules`)."""
     return type(module) is nn.Linear or hasattr(module, "can_join")
 
 
 def join_linears(modules: list[nn.Module]) -> object:
-    """Return one operand of `Kernels.linear` that computes several linear layers with the same
-    input.
+    """Join several linear layers with the same input, so that one matmul computes all of them.
+    Return the joined weights in the form that `Kernels.linear` takes.
 
-    The weights of the modules become views of the joined weight, so that no additional memory is
+    The weights of the modules become views of the joined weights, so that no additional memory is
     used. Raises UnsupportedLayer if the modules cannot be joined.
     """
     first: Any = modules[0]
     if hasattr(first, "can_join"):
         if not first.can_join(modules):
             raise UnsupportedLayer(
-                "int8 layers that quantise their common input with different scales or bit widths"
+                "int8 layers with a common input that they quantise with different scales or bit "
+                "widths, which our decoder does not support"
             )
         return first.join(modules, join_in_place)
     if any(type(module) is not nn.Linear for module in modules):
-        raise UnsupportedLayer(f"projections of an unsupported class ({type(first).__name__})")
+        raise UnsupportedLayer(
+            f"projections of a class that our decoder does not support ({type(first).__name__})"
+        )
     linears = cast(list[nn.Linear], modules)
     bias = None
     if first.bias is not None:
@@ -110,8 +109,9 @@ def join_linears(modules: list[nn.Module]) -> object:
 
 
 def join_linear_copies(modules: list[nn.Module]) -> object:
-    """Return one operand of `Kernels.linear` that computes several linear layers with the same
-    input and without bias. The weights of the layers are copied."""
+    """Join several linear layers with the same input and without bias, so that one matmul computes
+    all of them. Return the joined weights in the form that `Kernels.linear` takes. They are copies;
+    the layers keep their own weights."""
     first: Any = modules[0]
     if hasattr(first, "can_join"):
         return first.join(modules, torch.cat)
@@ -120,11 +120,11 @@ def join_linear_copies(modules: list[nn.Module]) -> object:
 
 
 def join_in_place(parameters: list[nn.Parameter]) -> torch.Tensor:
-    """Return several parameters (R_i, ...) joined into one tensor (sum of R_i, ...), and make the
-    parameters views of that tensor.
+    """Concatenate several parameters along their first axis, and make the parameters views of the
+    concatenated tensor. Return this tensor.
 
-    The joined tensor therefore takes no additional memory, and later writes to the parameters are
-    visible in it. Parameters that are already adjacent in memory are not moved.
+    The concatenated tensor therefore takes no additional memory, and later writes to the parameters
+    are visible in it. Parameters that are already adjacent in memory are not moved.
     """
     first = parameters[0].data
     first_storage = first.untyped_storage().data_ptr()
@@ -138,8 +138,7 @@ def join_in_place(parameters: list[nn.Parameter]) -> torch.Tensor:
     sizes = [len(parameter) for parameter in parameters]
     if adjacent:
         return first.as_strided((sum(sizes), *first.shape[1:]), first.stride())
-    # The caller may be in inference mode. A tensor that is created in inference mode could not be
-    # written to later.
+    # Leave the caller's inference mode, because tensors created in it cannot be written to later.
     with torch.inference_mode(False):
         joined = torch.cat([parameter.data for parameter in parameters])
         for parameter, view in zip(parameters, joined.split(sizes), strict=True):
@@ -148,11 +147,11 @@ def join_in_place(parameters: list[nn.Parameter]) -> torch.Tensor:
 
 
 def convert_norm(module: nn.Module) -> RMSNormWeights:
-    """Convert a norm module to an RMS norm. Raises UnsupportedLayer if the module computes anything
-    else.
+    """Convert a norm module to the weights of an RMS norm. Raises UnsupportedLayer if the module
+    computes anything else.
 
-    A module of an unknown class is compared on random hidden states with two RMS norms: one
-    multiplies by the weight, the other by the weight plus 1 (Gemma).
+    A module of an unknown class is tested on random hidden states. It must agree with an RMS norm
+    that multiplies by the weight, or with one that multiplies by the weight plus 1 (Gemma).
     """
     weight = dict(module.named_parameters()).get("weight")
     attributes = vars(module)
@@ -169,8 +168,9 @@ def convert_norm(module: nn.Module) -> RMSNormWeights:
 
 
 def convert_mlp(module: nn.Module, kernels: Kernels) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function that computes an MLP of normalised hidden states (N, D): a `GatedMLP` if
-    possible, otherwise a call of the module itself."""
+    """Return a function from normalised hidden states to an MLP's output, both (num_positions,
+    hidden_size). The function is a `GatedMLP` if possible, otherwise a call of the module
+    itself."""
     children = dict(module.named_children())
     activation = children.get("act_fn", children.get("activation_fn"))
     names = ["gate_up_proj"] if "gate_up_proj" in children else ["gate_proj", "up_proj"]
@@ -188,7 +188,7 @@ def convert_mlp(module: nn.Module, kernels: Kernels) -> Callable[[torch.Tensor],
 
     def run_module(states: torch.Tensor) -> torch.Tensor:
         output = module(states[None])
-        if isinstance(output, tuple):  # some mixtures of experts also return the router's scores
+        if isinstance(output, tuple):  # some mixtures of experts return (output, router scores)
             output = output[0]
         return output[0]
 
@@ -198,8 +198,11 @@ def convert_mlp(module: nn.Module, kernels: Kernels) -> Callable[[torch.Tensor],
 def convert_layer(
     module: nn.Module, layer_type: str, num_heads: int, num_key_heads: int, kernels: Kernels
 ) -> DecoderLayer:
-    """Convert a Hugging Face decoder layer to a layer of our own decoder. Raises UnsupportedLayer,
-    naming the component, if our decoder does not support the layer."""
+    """Convert a Hugging Face decoder layer to a layer of our own decoder. Raises UnsupportedLayer
+    with the name of the component that our decoder does not support.
+
+    layer_type: the layer's attention type, for example sliding_attention
+    """
     children = {
         name: child for name, child in module.named_children() if type(child) is not nn.Dropout
     }
@@ -207,7 +210,7 @@ def convert_layer(
     has_all_children = children.keys() >= {"self_attn", "mlp"}
     if norm_names not in (LLAMA_NORM_NAMES, GEMMA2_NORM_NAMES) or not has_all_children:
         raise UnsupportedLayer(
-            f"layers with unsupported components ({', '.join(sorted(children))})"
+            f"layers whose components our decoder does not support ({', '.join(sorted(children))})"
         )
     attention: Any = children["self_attn"]
     mlp_norm = children["post_attention_layernorm"]
@@ -224,8 +227,11 @@ def convert_layer(
         names = ["qkv_proj"]
     projections = [attention_children[name] for name in names if name in attention_children]
     if len(projections) < len(names):
-        raise UnsupportedLayer(f"projections of unknown names ({type(attention).__name__})")
-    # This is done before `join_linears`, which moves weights.
+        raise UnsupportedLayer(
+            "attention projections with names that our decoder does not know "
+            f"({type(attention).__name__})"
+        )
+    # Convert norms first: `join_linears` below moves weights, and an unsupported norm raises.
     qk_norm = convert_qk_norm(attention, num_heads, num_key_heads)
     return DecoderLayer(
         kernels=kernels,
@@ -246,16 +252,19 @@ def convert_layer(
 
 
 def convert_qk_norm(attention: Any, num_heads: int, num_key_heads: int) -> RMSNormWeights | None:
-    """Return one norm, with a weight (1, H + K, E), that normalises the query heads and key heads
-    of a Hugging Face attention module. Return None if the module does not normalise queries and
-    keys. Raises UnsupportedLayer for a norm over several heads together."""
+    """Return one norm for all query heads and key heads of a Hugging Face attention module. Its
+    weight has the shape (1, num_heads + num_key_heads, head_size). Return None if the module does
+    not normalise queries and keys. Raises UnsupportedLayer for a norm over several heads
+    together."""
     children = dict(attention.named_children())
     if "q_norm" not in children:
         return None
     query_norm = convert_norm(children["q_norm"])
     key_norm = convert_norm(children["k_norm"])
     if any(len(norm.weight) != attention.head_dim for norm in (query_norm, key_norm)):
-        raise UnsupportedLayer("query or key norms over several heads together")
+        raise UnsupportedLayer(
+            "query or key norms over several heads together, which our decoder does not support"
+        )
     query_weight = query_norm.weight.expand(num_heads, -1)
     key_weight = key_norm.weight.expand(num_key_heads, -1)
     return RMSNormWeights(torch.cat([query_weight, key_weight])[None], query_norm.eps)
@@ -273,8 +282,9 @@ def build_kernel_decoder(
 
     layer_types: the attention type of every layer
     embed: maps token ids to the input of the first layer
+    kernels: the operations that our decoder runs on
 
-    Raises UnsupportedLayer, naming the component, if our decoder does not support a layer.
+    Raises UnsupportedLayer with the name of the component that our decoder does not support.
     """
     children = dict(decoder.named_children())
     layers = [
@@ -288,8 +298,9 @@ def build_kernel_decoder(
 
 
 def select_decoder_class(layers: list[DecoderLayer], kernels: Kernels) -> type[KernelDecoder]:
-    """Return the class of decoder that runs `layers`: the kernels' recording decoder if the kernels
-    have one and all layers can be recorded, otherwise `KernelDecoder`."""
+    """Return the decoder class for `layers`. It is the kernels' recording decoder, which replays
+    recorded operations, if the kernels have one and all layers can be recorded. Otherwise it is
+    `KernelDecoder`."""
     if kernels.recording_decoder is not None and all(layer.is_recordable for layer in layers):
         return resolve_name(kernels.recording_decoder)
     return KernelDecoder

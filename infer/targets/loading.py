@@ -1,5 +1,5 @@
-"""Loading of targets from a hub id, a folder, a GGUF file or a short name: the whole model, only
-some of its layers, only its tokenizer or only its config.json."""
+"""Loading of targets from a hub id, a local folder, a GGUF file or a short name such as "embedded".
+A caller can load a whole target, some of its layers, its tokenizer or its config.json."""
 
 import os
 from collections.abc import Generator, Iterable, Mapping
@@ -55,8 +55,8 @@ from infer.utils.progress import report_activity
 
 MODEL_LOAD_FAILURE_MESSAGE = "this model cannot be loaded"
 INT8_LOADING_MODULE = "infer.int8_cpu.loading"
-# value of `quant_method` in the config.json of targets that `infer.int8_cpu` has quantised and
-# saved
+# Value of `quant_method` in the config.json of targets that `infer.int8_cpu` has quantised and
+# saved.
 INT8_QUANT_METHOD = "blockdraft-int8"
 EMBEDDED_TARGET_FOLDER = Path(__file__).resolve().parent.parent.parent / "data" / "embedded"
 TARGET_DTYPES = {
@@ -73,9 +73,9 @@ UNUSABLE_GPU_TORCH_HINT = (
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device for the value of the option target.device. The value "auto" means CUDA if
-    it is available, otherwise the CPU. Raises ValueError if the device cannot be used, and for
-    "auto" if the machine has a GPU that torch cannot use."""
+    """Return the device for a value of the option target.device. The value "auto" means CUDA if it
+    is available, otherwise the CPU. Raises ValueError if the device cannot be used, or if the value
+    is "auto" and torch cannot use the machine's GPU."""
     has_cuda = torch.cuda.is_available()
     if name == "auto":
         hides_gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
@@ -100,13 +100,13 @@ def resolve_device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(
             f"target.device={name}: this machine has {torch.cuda.device_count()} GPUs, numbered "
-            "from 0"
+            "from 0; use one of them"
         )
     return device
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype for the value of the option target.dtype. The value "auto" means bfloat16 on
+    """Return the dtype for a value of the option target.dtype. The value "auto" means bfloat16 on
     CUDA and float32 elsewhere. Raises ValueError for an unknown name."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -116,11 +116,11 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def resolve_path(path: str) -> str:
-    """Return the hub id or local folder for the value of the option target.path.
+    """Return the hub id or local folder for a value of the option target.path.
 
     "embedded" means the target in this repository. "smollm2" means a GGUF file in a Python package.
-    A GGUF file is converted to a folder, unless an earlier call has converted it. Raises ValueError
-    or FileNotFoundError if the file is missing or cannot be converted.
+    A GGUF file is converted to a folder by the first call. Raises ValueError or FileNotFoundError
+    if the file is missing or cannot be converted.
     """
     if path == "embedded":
         return str(EMBEDDED_TARGET_FOLDER)
@@ -137,9 +137,10 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Load a target's tokenizer.
 
+    path: value of the option target.path
     chat_template_kwargs: default values of chat template options, see `set_template_options`
 
-    Raises FileNotFoundError, naming what is missing, and ValueError for damaged files.
+    Raises FileNotFoundError if the tokenizer is missing, and ValueError if its files are damaged.
     """
     with explain_load_errors(path):
         tokenizer = AutoTokenizer.from_pretrained(
@@ -152,8 +153,9 @@ def load_tokenizer(
 
 
 def load_config(path: str = "embedded", trust_remote_code: bool = False) -> PretrainedConfig:
-    """Load a target's config.json. Raises FileNotFoundError, naming what is missing, and ValueError
-    if the file is damaged or has sizes that no model can have."""
+    """Load the config.json of the target at `path` (the option target.path). Raises
+    FileNotFoundError if the file is missing, and ValueError if it is damaged or has impossible
+    sizes."""
     source = resolve_path(path)
     if Path(source).is_dir():
         check_layer_count(path, read_json_object(path, Path(source) / "config.json"))
@@ -164,7 +166,8 @@ def load_config(path: str = "embedded", trust_remote_code: bool = False) -> Pret
 
 
 def load_generation_config(path: str) -> GenerationConfig | None:
-    """Load a target's generation_config.json. Return None if the target has no such file."""
+    """Load the generation_config.json of the target at `path` (the option target.path). Return None
+    if the target has no such file."""
     try:
         return GenerationConfig.from_pretrained(resolve_path(path))
     except OSError:
@@ -173,12 +176,15 @@ def load_generation_config(path: str) -> GenerationConfig | None:
 
 @contextmanager
 def explain_load_errors(path: str, failure: str = MODEL_LOAD_FAILURE_MESSAGE) -> Generator[None]:
-    """Convert any exception that transformers raises within the block, while it reads a model, to
-    an exception whose message is one sentence with a remedy.
+    """Convert an exception of transformers within the `with` block to an exception whose message is
+    one sentence with a remedy.
 
-    The new exception is FileNotFoundError for missing files, otherwise ValueError with the sentence
-    `failure` before the reason. Out-of-memory errors are not converted, and neither are exceptions
-    whose message already names the target.
+    path: the target's path, which the message names
+    failure: begins the message if no more precise reason is found
+
+    The new exception is FileNotFoundError for missing files, otherwise ValueError. Two kinds of
+    exceptions are not converted: out-of-memory errors, and exceptions whose message already names
+    the target.
     """
     folder = Path(resolve_path(path))
     if folder.is_file():
@@ -209,8 +215,8 @@ def explain_load_errors(path: str, failure: str = MODEL_LOAD_FAILURE_MESSAGE) ->
 
 
 def download_model_folder(path: str) -> str:
-    """Return a model's local folder. If the model is on the hub, its safetensors files are
-    downloaded unless they are already in the hub's cache."""
+    """Return the local folder of the model at `path` (the option target.path). If the model is on
+    the hub, its safetensors files are downloaded, unless they are already in the hub's cache."""
     source = resolve_path(path)
     if Path(source).is_dir():
         return source
@@ -219,8 +225,8 @@ def download_model_folder(path: str) -> str:
 
 
 def list_weight_files(path: str) -> list[Path]:
-    """Return a model's local safetensors files. Files on the hub are downloaded first unless they
-    are already in the hub's cache."""
+    """Return the local safetensors files of the model at `path` (the option target.path). Files on
+    the hub are downloaded first, unless they are already in the hub's cache."""
     return sorted(Path(download_model_folder(path)).glob("*.safetensors"))
 
 
@@ -243,10 +249,9 @@ def load_target(
     chat_template_kwargs: default values of chat template options, see `set_template_options`
     quantization: "none", or "int8" for 8-bit weights and matmuls on a CPU (`infer.int8_cpu`)
 
-    Raises FileNotFoundError, naming what is missing and how to give a local path. Raises ValueError
-    for damaged files, for weights that do not match config.json or are not finite, and for
-    quantised weights that this machine cannot run. Raises OSError if a folder of the hub's cache
-    cannot be written.
+    Raises FileNotFoundError if a file is missing. Raises ValueError for damaged files, for weights
+    that do not match config.json or are not finite, and for quantised weights that this machine
+    cannot run. Raises OSError if a folder of the hub's cache cannot be written.
     """
     logging.disable_progress_bar()
     torch_device = resolve_device(device)
@@ -269,7 +274,7 @@ def load_target(
         model = build_meta_model(config, **options)
     refuse_unsupported_modules(model)
     if only_layers is not None:
-        # The files of a quantised model contain codes, not the weights' values.
+        # Quantised decoder layers cannot be loaded separately, so none is loaded.
         layers = () if is_quantized else only_layers
         files = find_checkpoint_files(path, Path(download_model_folder(path)))
         load_layer_weights(path, files, model, layers, torch_dtype, torch_device)
@@ -281,30 +286,30 @@ def load_target(
         model = load_model(path, torch_device, config, options)
     target = Target(model, tokenizer, path)
     if is_quantized and not target.is_int8:
-        # This runs one forward pass, so that kernels that this machine cannot run are reported now.
-        target.cache_shapes  # noqa: B018
+        # Run one forward pass, so that an error of the quantisation kernels is raised now.
+        target.cache_shapes  # noqa: B018  a cached property
     return target
 
 
 def load_int8_package() -> Any:
-    """Return the module `infer.int8_cpu.loading`. Raises ValueError if the optional package that
-    contains this module is not installed."""
+    """Import and return the module `infer.int8_cpu.loading`. Raises ValueError if this optional
+    package is not installed."""
     require_installed(INT8_LOADING_MODULE, "quantization=int8")
     return import_module(INT8_LOADING_MODULE)
 
 
 def read_weight_shapes(path: str, folder: Path) -> dict[str, Shape]:
-    """Return the shape of every tensor in a model's folder, by tensor name; {} if the weights are
-    not in safetensors files. Raises ValueError if a weight file or generation_config.json is
-    damaged, and FileNotFoundError if a weight file is missing."""
+    """Return the shape of every tensor in the safetensors files of a model's folder, by tensor
+    name. Return {} if the weights have another format. Raises ValueError if a weight file or
+    generation_config.json is damaged, and FileNotFoundError if a weight file is missing."""
     check_generation_config(path, folder)
     return read_tensor_shapes(path, find_checkpoint_files(path, folder))
 
 
 def read_local_shapes(path: str, config: PretrainedConfig) -> dict[str, Shape]:
-    """Return the shape of every weight tensor of a model in a local folder, by tensor name; {} for
-    a model on the hub. Raises the exceptions of `read_weight_shapes`, and ValueError if config.json
-    has more layers than the weight files have tensors."""
+    """Return the shape of every weight tensor of a model in a local folder, by tensor name. Return
+    {} for a model on the hub. Raises ValueError or FileNotFoundError if weight files are damaged or
+    missing, and ValueError if config.json has more layers than there are tensors."""
     folder = Path(resolve_path(path))
     shapes = read_weight_shapes(path, folder) if folder.is_dir() else {}
     num_layers = config.get_text_config().num_hidden_layers
@@ -319,8 +324,12 @@ def read_local_shapes(path: str, config: PretrainedConfig) -> dict[str, Shape]:
 def load_configured_target(
     config: TargetConfig, only_layers: Iterable[int] | None = None
 ) -> Target:
-    """Load the target that the section `target` of a command's options describes. The exceptions
-    are those of `load_target`."""
+    """Load the target that the section `target` of a command's options describes. Raises the
+    exceptions of `load_target`.
+
+    only_layers: load only these decoder layers, the embedding, the final norm and the head; None
+        means the whole model
+    """
     return load_target(
         config.path,
         config.dtype,
@@ -333,12 +342,13 @@ def load_configured_target(
 
 
 def shard_target(target: Target, device: torch.device) -> None:
-    """Distribute a target's decoder layers over the processes of the default process group, each of
-    which uses its own `device`.
+    """Distribute a target's decoder layers over the processes of the default process group.
 
-    A forward pass gathers one layer after the other, so that all processes must take part in it.
-    This is FSDP without gradients, like ZeRO stage 3. Every process keeps a copy of embedding,
-    final norm and head.
+    device: the device of this process
+
+    This is FSDP without gradients, like ZeRO stage 3. A forward pass gathers one layer after the
+    other, so that all processes must take part in it. Every process keeps a copy of the embedding,
+    the final norm and the head.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -363,13 +373,17 @@ def shard_target(target: Target, device: torch.device) -> None:
 def load_model(
     path: str, device: torch.device, config: PretrainedConfig, options: dict[str, Any]
 ) -> PreTrainedModel:
-    """Load a whole model onto a device. Quantised weights cannot be moved later, so the
-    quantisation method places them while loading. Raises ValueError like `load_and_check_model`."""
+    """Load a whole model onto a device. Quantised weights are placed there while loading, because
+    they cannot be moved later. Raises ValueError if the model cannot be loaded or its tensors are
+    wrong.
+
+    options: keyword arguments for `from_pretrained`
+    """
     quantization = get_setting(config, "quantization_config")
     if quantization is None:
         return load_and_check_model(path, options).to(cast(Any, device))
     if quantization["quant_method"] == INT8_QUANT_METHOD:
-        load_int8_package()  # importing the package registers the method with transformers
+        load_int8_package()  # the import registers the method with transformers
         return load_and_check_model(path, options)
     options = options | {"device_map": {"": device}}
     return load_and_check_model(path, options, "quantised weights do not run on this machine")
@@ -380,11 +394,14 @@ def load_and_check_model(
 ) -> PreTrainedModel:
     """Load a causal language model with transformers, and check its tensors.
 
+    options: keyword arguments for `from_pretrained`
+
     Raises ValueError, beginning with `failure`, if transformers cannot load the model. Also raises
-    ValueError if a tensor is missing, has another shape, is unexpected or is not finite;
+    ValueError if a tensor is missing, has another shape, is unexpected or is not finite.
     transformers would accept such tensors or replace them by random numbers.
     """
-    # `check_loading_info` reports mismatched sizes with the names of the tensors.
+    # Let transformers accept mismatched shapes: `check_loading_info` refuses them below and names
+    # the tensors.
     report: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
     with explain_load_errors(path, failure):
         source = resolve_path(path)
@@ -398,9 +415,10 @@ def load_and_check_model(
 def build_meta_model(config: PretrainedConfig, **options: Any) -> PreTrainedModel:
     """Build a model on the meta device, where weights have shapes and no values.
 
-    The model's attention implementation is SDPA, or "eager" if the model's class does not support
-    SDPA. The latter applies to soft-capped attention scores (Gemma 2) and attention sinks
-    (gpt-oss).
+    options: keyword arguments for `from_config`
+
+    The model's attention implementation is SDPA. It is "eager" if the model's class does not
+    support SDPA, as with soft-capped attention scores (Gemma 2) and attention sinks (gpt-oss).
     """
     with torch.device("meta"):
         try:

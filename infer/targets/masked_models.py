@@ -1,4 +1,5 @@
-"""The entry points for masked diffusion models, which are targets but not causal language models.
+"""Recognise masked diffusion models, which are targets but not causal language models, and name the
+entry points of the package that decodes them.
 
 This module does not import torch, because commands read their options from here before they load
 anything.
@@ -12,23 +13,26 @@ from infer.utils.optional import is_installed, require_installed
 
 @dataclass(frozen=True)
 class OptionalTargetKind:
-    """A kind of target, other than causal language models, that an optional package decodes. The
-    fields tell how the model's config.json is recognised and where the package's entry points are,
+    """A kind of target other than causal language models, which an optional package decodes. The
+    fields `options_class`, `merge_options`, `load` and `evaluate` name the package's entry points,
     as "module:name"."""
 
-    title: str  # what messages call a model of this kind
-    # values of `model_type` in config.json, for models that come with their own code
+    title: str  # name of this kind of model in messages
+    # Values of `model_type` in config.json that only models of this kind have.
     model_types: tuple[str, ...]
-    config_key: str  # a key of config.json that only models of this kind have
-    # dataclass of the decoding options, which are the section `masked` of a command's options
+    config_key: str  # key of config.json that only models of this kind have
+    # Dataclass of the decoding options, which are the section `masked` of a command's options.
     options_class: str
-    merge_options: str  # function (TextOptions, decoding options) -> options of `infer.generate`
+    merge_options: str  # function (TextOptions, decoding options) -> all options
     load: str  # function (path, dtype, device, trust_remote_code) -> model
-    # function (model, prompts, EvaluationConfig, decoding options, progress) -> Evaluation
+    # Function (model, prompts, EvaluationConfig, decoding options, progress) -> Evaluation.
     evaluate: str
 
     def matches(self, config: dict) -> bool:
-        """Return whether `config`, the content of a config.json, describes a model of this kind."""
+        """Return whether a model is of this kind.
+
+        config: content of the model's config.json
+        """
         has_model_type = config["model_type"].lower() in self.model_types
         return has_model_type or config.get(self.config_key) is not None
 
@@ -46,14 +50,14 @@ MASKED_DIFFUSION_TARGET_KIND = OptionalTargetKind(
 
 @dataclass
 class NoOptions:
-    """The options of an optional package that is not installed. There are none."""
+    """Stands for the options of an optional package that is not installed. It has no fields."""
 
     def check(self) -> None:
         """Do nothing, since there are no options to check."""
 
 
 def masked_diffusion_options_class() -> type:
-    """Return the dataclass of the options of masked diffusion models. Return `NoOptions` if the
+    """Return the dataclass with the options of masked diffusion models, or `NoOptions` if the
     package that decodes these models is not installed."""
     if is_installed(MASKED_DIFFUSION_TARGET_KIND.options_class):
         return resolve_name(MASKED_DIFFUSION_TARGET_KIND.options_class)
@@ -61,9 +65,9 @@ def masked_diffusion_options_class() -> type:
 
 
 def read_model_config_dict(path: str) -> dict:
-    """Read a model's config.json as a dictionary, without the default values of a config class.
-    Raises FileNotFoundError if the model has no config.json, or if config.json has no
-    model_type."""
+    """Read the config.json of the model at `path` (the option target.path) as a dictionary, without
+    the default values of a config class. Raises FileNotFoundError if the model has no config.json,
+    or if config.json has no model_type."""
     from transformers import PretrainedConfig
 
     from infer.targets.loading import explain_load_errors, resolve_path
@@ -71,15 +75,19 @@ def read_model_config_dict(path: str) -> dict:
     with explain_load_errors(path):
         config, _ = PretrainedConfig.get_config_dict(resolve_path(path))
         if not config.get("model_type"):
-            raise OSError(f"{path} has no config.json, or its config.json has no model_type")
+            raise OSError(
+                f"{path} has no config.json, or its config.json has no model_type; give a model's "
+                "folder or hub id"
+            )
     return config
 
 
 def is_masked_diffusion(path: str) -> bool:
-    """Return whether a model is a masked diffusion model, as its config.json tells.
+    """Return whether the config.json of the model at `path` (the option target.path) describes a
+    masked diffusion model.
 
     Raises FileNotFoundError if there is no config.json. Raises ValueError if the model is a masked
-    diffusion model and the package that decodes such models is not installed.
+    diffusion model, but the package that decodes such models is not installed.
     """
     if not MASKED_DIFFUSION_TARGET_KIND.matches(read_model_config_dict(path)):
         return False

@@ -1,5 +1,6 @@
-"""Model folders inside the Hugging Face hub's cache, such as converted GGUF files. A folder is
-created once from a source file and checked at every use. A damaged folder is created again."""
+"""Model folders that this program creates in the Hugging Face hub's cache, for example from GGUF
+files. A folder is created once from a source file and checked at every use. A damaged folder is
+created again."""
 
 import fcntl
 import hashlib
@@ -21,22 +22,21 @@ from infer.utils.progress import report_activity
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# name of the file that contains the size and checksum of every other file in the folder
+# The manifest, which contains the size and checksum of every other file in the folder.
 CACHE_MANIFEST_FILE = "blockdraft-cache.json"
 CHECKSUM_BLOCK_BYTES = 1 << 20
-# Number of blocks of a file that enter its checksum. For a larger file, the blocks are evenly
-# spaced.
+# A checksum covers about this many blocks at most. The blocks of a larger file are evenly spaced.
 MAX_CHECKSUM_BLOCKS = 256
 
 Source = TypeVar("Source")
 
 
 def cache_folder(name: str, source: str) -> Path:
-    """Return the folder, inside the Hugging Face hub's cache, that stores files derived from
-    `source`.
+    """Return the folder, inside the Hugging Face hub's cache, for files that are derived from a
+    source file. The folder need not exist.
 
     name: the beginning of the folder's name
-    source: a text that identifies the source, for example by file name, size and time
+    source: a text that identifies the source file, such as its name, size and modification time
     """
     digest = hashlib.sha256(source.encode()).hexdigest()
     return Path(constants.HF_HOME) / "blockdraft" / f"{name}-{digest[:8]}"
@@ -50,32 +50,35 @@ def create_cached_folder(
 ) -> Path:
     """Return a folder of the cache, after creating it if it is missing or damaged.
 
-    The first process that needs the folder creates it, and other processes wait. A folder that is
-    damaged, or that an early version created without a manifest, is deleted and created again.
+    The first process that needs the folder creates it, and other processes wait. A folder is
+    deleted and created again if it is damaged, or if an early version of this program created it
+    without a manifest.
 
     folder: the folder, from `cache_folder`
     message: printed, and shown as progress, while the folder is created
-    open_source: opens the source file. It is called before `message` is printed, so that an
-        exception for a damaged source is the only output.
+    open_source: opens and checks the source file; called before `message` is printed, so that an
+        exception for a damaged file is the only output
     write_folder: called with the opened source and the path of the folder to write
 
-    Raises OSError with a one-sentence message if the folder cannot be written; a partly written
+    Raises OSError with a one-sentence message if the folder cannot be written. A partly written
     folder is deleted.
     """
     if find_cache_problem(folder) is None:
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_name(f".{folder.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # The kernel releases the lock however the process ends.
+        # The operating system releases the lock when the process ends, even if it is killed.
+        fcntl.flock(lock, fcntl.LOCK_EX)
         problem = find_cache_problem(folder)
-        if problem is None:  # another process has created the folder in the meantime
+        if problem is None:  # another process created the folder meanwhile
             return folder
         source = open_source()
         if folder.exists():
             message += f", again: {problem}"
         print(message, file=sys.stderr, flush=True)
         partial_folder = folder.with_name(f".{folder.name}")
-        for stale_folder in (folder, partial_folder):  # A killed process leaves its partial folder.
+        # A killed process may have left a partial folder.
+        for stale_folder in (folder, partial_folder):
             shutil.rmtree(stale_folder, ignore_errors=True)
         try:
             with report_activity(message):
@@ -97,8 +100,7 @@ def save_model(
     model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", folder: Path
 ) -> None:
     """Save a model and its tokenizer as a Hugging Face folder. Raises OSError if the disk is full
-    or read-only; safetensors and tokenizers raise other exceptions in this case, which are
-    converted."""
+    or read-only. The libraries raise other exceptions in this case, which are converted."""
     try:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -109,7 +111,7 @@ def save_model(
 
 
 def find_cache_problem(folder: Path) -> str | None:
-    """Return a description of what is wrong with a folder of the cache; None if nothing is
+    """Return a description of what is wrong with a folder of the cache, or None if nothing is
     wrong."""
     if not folder.is_dir():
         return "the folder does not exist"
@@ -121,11 +123,11 @@ def find_cache_problem(folder: Path) -> str | None:
 
 @lru_cache(maxsize=64)
 def compare_with_manifest(folder: Path, stamps: tuple[tuple[str, int, int], ...]) -> str | None:
-    """Return a description of the first file in a folder that differs from the folder's manifest;
-    None if no file differs.
+    """Return a description of the first file in a folder whose size or checksum differs from the
+    folder's manifest; None if no file differs.
 
-    stamps: name, size and modification time of every file. They are part of the key of this
-        function's cache, so that files are read again only after they have changed.
+    stamps: (name, size, modification time) of every file; part of this function's cache key, so
+        that files are read again only after they have changed
     """
     if CACHE_MANIFEST_FILE not in {name for name, *_ in stamps}:
         return "the existing folder was written by an earlier version"
@@ -145,7 +147,7 @@ def compare_with_manifest(folder: Path, stamps: tuple[tuple[str, int, int], ...]
 
 
 def compute_file_checksums(folder: Path) -> dict[str, list[int]]:
-    """Return the size and checksum of every file in a folder except the manifest, by file name."""
+    """Return [size, checksum] of every file in a folder except the manifest, by file name."""
     files = sorted(
         file for file in folder.iterdir() if file.is_file() and file.name != CACHE_MANIFEST_FILE
     )
@@ -153,8 +155,8 @@ def compute_file_checksums(folder: Path) -> dict[str, list[int]]:
 
 
 def file_checksum(file: Path) -> int:
-    """Return the Adler-32 checksum of a file. Of a large file only evenly spaced blocks are
-    read."""
+    """Return the Adler-32 checksum of a file. It covers only evenly spaced blocks of a large
+    file."""
     size = file.stat().st_size
     step = max(CHECKSUM_BLOCK_BYTES, size // MAX_CHECKSUM_BLOCKS)
     value = 1

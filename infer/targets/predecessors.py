@@ -1,12 +1,10 @@
-"""The predecessor of each new position of a forward pass, which recurrent layers need
-(`infer.targets.recurrent`). New positions form draft trees, chains or packed sequences.
+"""The predecessor of each new position of a forward pass. A recurrent layer
+(`infer.targets.recurrent`) computes the state of a position from the state of its predecessor.
 
-A chain consists of consecutive tokens that follow a cached sequence. A packed sequence is one row
-of training data that contains several documents. The committed state of a sequence is the state of
-a recurrent layer after the sequence's cached tokens.
-
-Dimension letters in this module: B batch rows, Q new positions, n new positions of one segment, M
-tree nodes, T length of a packed sequence, W kernel size of a convolution.
+The new positions are nodes of draft trees, chains or packed sequences. A chain consists of
+consecutive tokens that follow a cached sequence. A packed sequence is one row of training data that
+contains several documents. The committed state of a sequence is the state of a recurrent layer
+after the sequence's cached tokens.
 """
 
 from dataclasses import dataclass, field
@@ -14,49 +12,53 @@ from functools import cached_property
 
 import torch
 
-# number of a chain's positions that the recurrence is solved for at once
+# Number of positions of a chain or packed sequence for which the recurrence is solved in one step.
 RECURRENCE_SEGMENT_POSITIONS = 64
-# Values of `Predecessors.previous` for a position that has no predecessor among the new positions.
-CACHED_STATE_PREDECESSOR_INDEX = -1  # the position continues the committed state
-NO_PREDECESSOR_INDEX = -2  # the position is the first token of a document
+# Values of `Predecessors.previous` for positions without a predecessor among the new positions.
+CACHED_STATE_PREDECESSOR_INDEX = -1  # the position continues the cached state
+NO_PREDECESSOR_INDEX = -2  # the position begins a document
 
 
 @dataclass(frozen=True)
 class RecurrenceSegment:
-    """New positions for which the recurrence is computed at once. Every predecessor comes before
-    its successors."""
+    """Consecutive new positions for which the recurrence is solved in one step. Every predecessor
+    comes before its successors."""
 
     positions: slice
-    # (B, 1, n, n) bool: entry [t, j] is true if position j is position t or comes before t on t's
-    # path
+    # (B, 1, length, length) bool: entry [b, 0, i, j] is true if position j is position i or
+    # precedes it on its path.
     ancestors: torch.Tensor
-    # (B, 1, n, 1) bool: whether a position continues the state before the segment. None means that
-    # all positions do.
+    # (B, 1, length, 1) bool: whether a position continues the state before the segment. It does not
+    # if its document begins within the segment. None means that all positions continue that state.
     continues_state: torch.Tensor | None
 
 
 @dataclass(frozen=True)
 class Predecessors:
-    """The predecessor of each of Q new positions in every batch row."""
+    """The predecessor of each new position, in every batch row. The positions are either all nodes
+    of draft trees, or chains, or packed sequences."""
 
-    # (B, Q) int64: index of the predecessor among the new positions, CACHED_STATE_PREDECESSOR_INDEX
-    # or NO_PREDECESSOR_INDEX
+    # (B, num_positions) int64: index of the predecessor among the new positions, or
+    # CACHED_STATE_PREDECESSOR_INDEX or NO_PREDECESSOR_INDEX.
     previous: torch.Tensor
-    # only for trees: (B, Q, Q) bool; parents come before children
+    # Only for trees: (B, num_positions, num_positions) bool, entry [b, i, j] is true if node j is
+    # node i or an ancestor of node i. Parents come before children.
     ancestors: torch.Tensor | None = None
-    # only for packed sequences: (B, Q) int64, document numbers
+    # Only for packed sequences: (B, num_positions) int64, each position's document number.
     documents: torch.Tensor | None = None
-    # only for chains: (B,) int64, number of positions without the padding on the right
+    # Only for chains: (B,) int64, number of positions without padding.
     counts: torch.Tensor | None = None
-    # by kernel size W
+    # Cached results of `conv_input_indices`. Keys are kernel sizes.
     _conv_input_indices: dict[int, list[torch.Tensor]] = field(default_factory=dict)
 
     @classmethod
     def of_trees(cls, parents: torch.Tensor, ancestors: torch.Tensor) -> "Predecessors":
-        """Return the predecessors in draft trees whose roots continue the committed states.
+        """Return the predecessors of the nodes of draft trees. A root's predecessor is the
+        committed state, which is the layer's state after the cached tokens.
 
-        parents: (B, M) int64, index of every node's parent
-        ancestors: (B, M, M) bool, see `DraftTree.ancestors`
+        parents: (B, num_nodes) int64, index of every node's parent
+        ancestors: (B, num_nodes, num_nodes) bool; entry [b, i, j] is true if node j is node i or an
+            ancestor of node i
         """
         is_root = torch.zeros_like(parents)
         is_root[:, 0] = 1
@@ -64,8 +66,11 @@ class Predecessors:
 
     @classmethod
     def of_chains(cls, counts: list[int], width: int, device: torch.device) -> "Predecessors":
-        """Return the predecessors in chains that continue the committed states. Batch row b has
-        counts[b] tokens and is padded on the right to `width` positions."""
+        """Return the predecessors in chains of consecutive tokens that follow the cached tokens.
+
+        counts: number of tokens in the chain of each batch row
+        width: number of positions to which chains are padded on the right
+        """
         previous = torch.arange(-1, width - 1, device=device)
         previous_rows = previous.expand(len(counts), -1)
         return cls(previous_rows, counts=torch.tensor(counts, device=device))
@@ -75,7 +80,7 @@ class Predecessors:
         """Return the predecessors in packed sequences, where the first token of a document has no
         predecessor.
 
-        documents: (B, T) int64, document numbers
+        documents: (B, length) int64, number of the document that each token belongs to
         """
         previous = torch.arange(-1, documents.shape[1] - 1, device=documents.device)
         previous = previous.expand_as(documents)
@@ -85,7 +90,8 @@ class Predecessors:
 
     @cached_property
     def segments(self) -> list[RecurrenceSegment]:
-        """Return the segments of the new positions in order. A draft tree is one segment."""
+        """Return the segments into which the new positions are divided, in order. The recurrence is
+        solved for one segment after the other. A draft tree is one segment."""
         if self.ancestors is not None:
             return [RecurrenceSegment(slice(None), self.ancestors[:, None], None)]
         rows, width = self.previous.shape
@@ -112,20 +118,20 @@ class Predecessors:
 
     @cached_property
     def valid_mask(self) -> torch.Tensor | None:
-        """Return which positions are not padding, (B, Q) bool. None means that there is no
-        padding."""
+        """Return which new positions are not padding, (B, num_positions) bool. None means that
+        there is no padding."""
         if self.counts is None:
             return None
         positions = torch.arange(self.previous.shape[1], device=self.counts.device)
         return positions < self.counts[:, None]
 
     def conv_input_indices(self, kernel_size: int) -> list[torch.Tensor]:
-        """Return the indices of the inputs that a causal convolution with W = `kernel_size` entries
-        reads.
+        """Return the indices of the inputs that a causal convolution reads for each new position.
 
-        The list has one tensor (B, 1, Q) for each entry of the kernel, last entry first: the index
-        of the position itself, then of its predecessor, and so on. The indices refer to the
-        concatenation [one zero | W - 1 inputs from the state | Q new inputs].
+        The list has one tensor (B, 1, num_positions) for each weight of the kernel, last weight
+        first: the index of the position itself, then of its predecessor, and so on. Indices refer
+        to this concatenation: one zero, kernel_size - 1 inputs from the convolution state, the new
+        inputs.
         """
         if kernel_size in self._conv_input_indices:
             return self._conv_input_indices[kernel_size]
@@ -137,7 +143,8 @@ class Predecessors:
             self.previous.eq(CACHED_STATE_PREDECESSOR_INDEX) * (kernel_size - 1),
         )
         previous_old = torch.arange(-1, kernel_size - 1, device=device).clamp(min=0)
-        previous = torch.cat([previous_old.expand(rows, -1), previous_new], 1)  # (B, W + Q)
+        # (B, kernel_size + num_positions)
+        previous = torch.cat([previous_old.expand(rows, -1), previous_new], 1)
         current = torch.arange(kernel_size, kernel_size + width, device=device)
         indices = [current.expand(rows, -1)]
         for _ in range(kernel_size - 1):

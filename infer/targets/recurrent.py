@@ -1,18 +1,16 @@
 """Recurrent layers over draft trees: Gated DeltaNet, KDA, Mamba-2 and short convolutions.
 
-Every node of a tree continues the state of its parent, but no state is stored per node. Over a
-tree, the delta rule is one triangular system under the ancestor mask (Bole, 2608.01651; TreeWY,
-2608.20961), and Mamba-2 is a masked matmul (STree, 2505.14969). A chain of consecutive tokens is a
-tree without branches. Prompts, packed documents and baseline decoding therefore use the same
-formulas, one segment of positions after the other.
+Every node of a tree continues the state of its parent, but no state is stored per node. For all
+nodes together, the delta rule is one triangular system under the ancestor mask (Bole, 2608.01651;
+TreeWY, 2608.20961), and Mamba-2 is a masked matmul (STree, 2505.14969). A chain of consecutive
+tokens is a tree without branches. Prompts, packed sequences and baseline decoding therefore use the
+same formulas, for one segment of positions after the other.
 
 The model's own modules keep their weights, projections, gates and norms.
 `infer.targets.recurrent_modules` replaces only the functions that the modules call for convolution
-and recurrence by methods of `RecurrentStates`.
+and recurrence. The replacements are methods of `RecurrentStates`.
 
-Dimension letters in this module: B batch rows, Q new positions, n new positions of one segment, T
-length of a packed sequence, H heads, K key size, E value size, C decays per head (1, or K if every
-entry of a key has its own decay), D channels of a convolution, W kernel size of a convolution.
+Dimension letters in code comments: B batch rows, H heads.
 """
 
 from collections.abc import Iterator
@@ -28,27 +26,28 @@ from infer.targets.predecessors import Predecessors, RecurrenceSegment
 
 @dataclass(frozen=True)
 class RecurrenceSegmentResult:
-    """The outputs of one layer for one segment, and what the segment's positions write to the
-    layer's state. All tensors are float32."""
+    """The outputs of one recurrent layer for one segment of positions, and the keys, values and
+    decays that these positions write to the layer's state. All tensors are float32."""
 
-    outputs: torch.Tensor  # (B, H, n, E)
-    keys: torch.Tensor  # (B, H, n, K)
-    values: torch.Tensor  # (B, H, n, E), the values that are written to the state
-    # (B, H, n, C), sum of the log decays from the state before the segment to the position
+    outputs: torch.Tensor  # (B, H, length, value_size)
+    keys: torch.Tensor  # (B, H, length, key_size)
+    values: torch.Tensor  # (B, H, length, value_size), added to the state
+    # (B, H, length, 1 or key_size), sum of the log decays from the segment's start to the position
     decay: torch.Tensor
 
     def state_after(
         self, state: torch.Tensor, last: torch.Tensor, segment: RecurrenceSegment
     ) -> torch.Tensor:
-        """Return the state (B, H, K, E) after the position `last` of every batch row.
+        """Return the recurrent state after the position `last` of every batch row.
 
-        state: (B, H, K, E), the state before the segment
-        last: (B,) int64, indices of positions within the segment
+        state: (B, num_heads, key_size, value_size), the state before the segment; the result has
+            the same shape
+        last: (B,) int64, index of a position within the segment
         segment: the segment that this result belongs to
         """
         rows = torch.arange(len(last), device=last.device)
-        on_path = segment.ancestors[rows, :, last][..., None]  # (B, 1, n, 1)
-        total_decay = self.decay[rows, :, last][:, :, None]  # (B, H, 1, C)
+        on_path = segment.ancestors[rows, :, last][..., None]  # (B, 1, length, 1)
+        total_decay = self.decay[rows, :, last][:, :, None]  # (B, H, 1, 1 or key_size)
         weights = torch.where(on_path, total_decay - self.decay, -torch.inf).exp()
         decayed_state = total_decay.exp().mT * state
         if segment.continues_state is not None:
@@ -66,18 +65,20 @@ def compute_recurrence_segment(
     state: torch.Tensor,
     segment: RecurrenceSegment,
 ) -> RecurrenceSegmentResult:
-    """Compute the outputs of a recurrence over one segment.
+    """Compute the outputs of a recurrent layer for one segment of `length` positions.
 
-    queries, keys: (B, H, n, K)
-    values: (B, H, n, E)
-    decay: (B, H, n, C), log decay of every position, at most 0
-    beta: (B, H, n, 1), write strength of the delta rule, which subtracts from a value what the
-        state returns for the value's key. None means that values are added without this subtraction
-        (Mamba-2).
-    state: (B, H, K, E), the state before the segment
+    queries, keys: (B, num_heads, length, key_size)
+    values: (B, num_heads, length, value_size)
+    decay: (B, num_heads, length, 1 or key_size), log decay of every position, at most 0; the last
+        axis is 1 if all entries of a key have the same decay
+    beta: (B, num_heads, length, 1), write strength of the delta rule, which subtracts from a value
+        what the state returns for its key; None means that values are added without this
+        subtraction (Mamba-2)
+    state: (B, num_heads, key_size, value_size), the state before the segment
+    segment: tells which positions are ancestors of which
     """
     ancestors = segment.ancestors
-    # (B, H, n, C), sum of the log decays from the state before the segment to the position
+    # (B, H, length, 1 or key_size), sum of the log decays from the segment's start to the position
     total_decay = ancestors.to(decay.dtype) @ decay
     state_weight = total_decay.exp()
     if segment.continues_state is not None:
@@ -85,14 +86,14 @@ def compute_recurrence_segment(
 
     if decay.shape[-1] == 1:
         log_weights = (total_decay - total_decay.mT).masked_fill(~ancestors, -torch.inf)
-        weights = log_weights.exp()  # (B, H, n, n)
+        weights = log_weights.exp()  # (B, H, length, length)
 
         def score_keys(vectors: torch.Tensor) -> torch.Tensor:
             return (vectors @ keys.mT) * weights
     else:
         log_weights = total_decay[..., :, None, :] - total_decay[..., None, :, :]
         log_weights = log_weights.masked_fill(~ancestors[..., None], -torch.inf)
-        decayed_keys = log_weights.exp() * keys[..., None, :, :]  # (B, H, n, n, K)
+        decayed_keys = log_weights.exp() * keys[..., None, :, :]  # (B, H, length, length, key_size)
 
         def score_keys(vectors: torch.Tensor) -> torch.Tensor:
             return (decayed_keys @ vectors[..., None])[..., 0]
@@ -107,8 +108,9 @@ def compute_recurrence_segment(
 
 
 def transpose_to_heads_first(states: torch.Tensor, heads: int) -> torch.Tensor:
-    """Return `states` (B, Q, number of heads, ...) as (B, `heads`, Q, ...) float32. If `states` has
-    fewer heads, whose number must divide `heads`, each head is repeated."""
+    """Transpose `states` (B, length, num_state_heads, ...) to (B, heads, length, ...), and convert
+    it to float32. If num_state_heads is less than `heads`, each head is repeated; `heads` must be a
+    multiple of num_state_heads."""
     states = states.transpose(1, 2).float()
     if states.shape[1] == heads:
         return states
@@ -117,18 +119,20 @@ def transpose_to_heads_first(states: torch.Tensor, heads: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class CacheShapes:
-    """Shapes of what the layers of a target store for one sequence, by layer index. A layer that
-    uses the keys and values of another layer stores none."""
+    """Shapes of the tensors that a target's layers store for one sequence. Keys are layer indices.
+    A layer has no entry in `attention` if it uses the keys and values of another layer."""
 
-    # (number of heads, head size) of the keys, and the same of the values
+    # Values are (shape of the keys, shape of the values), each as (number of heads, head size).
     attention: dict[int, tuple[HeadShape, HeadShape]] = field(default_factory=dict)
-    convolution: dict[int, tuple[int, int]] = field(default_factory=dict)  # (D, W - 1)
-    recurrence: dict[int, tuple[int, int, int]] = field(default_factory=dict)  # (H, K, E)
+    # (channels, kernel_size - 1)
+    convolution: dict[int, tuple[int, int]] = field(default_factory=dict)
+    # (heads, key_size, value_size)
+    recurrence: dict[int, tuple[int, int, int]] = field(default_factory=dict)
 
     @property
     def is_uniform_attention(self) -> bool:
-        """Return whether all layers store keys and values with the same number of heads and the
-        same head size, and no layer stores a recurrent or convolution state."""
+        """Return whether every layer stores keys and values, all with the same number of heads and
+        the same head size, and no layer stores a recurrent or convolution state."""
         head_shapes = {shape for pair in self.attention.values() for shape in pair}
         has_states = bool(self.convolution or self.recurrence)
         all_layers = list(range(len(self.attention)))
@@ -137,24 +141,28 @@ class CacheShapes:
 
 @dataclass
 class RecurrentStates:
-    """The committed states of all recurrent layers, which are the states after the cached tokens of
-    each sequence, and the data that a forward pass needs to use and update them. Each sequence has
-    one batch row.
+    """The states of all recurrent layers, with one batch row per sequence. A state covers exactly
+    the cached tokens of its sequence.
 
-    Set `predecessors` before a forward pass. A pass over chains updates the states to the end of
-    the chains. A pass over draft trees leaves the states unchanged. It stores what the tree nodes
-    would write to the states, until `commit` selects a path. If no states are allocated, as for
-    packed sequences, every batch row begins without a state, and the pass only records the shapes
-    of the states in `observed_shapes`.
+    Set `predecessors` before a forward pass. A pass over chains of consecutive tokens updates the
+    states to the end of the chains. A pass over draft trees leaves the states unchanged, and stores
+    what each tree node would write to them; `commit` then applies the nodes of one path. If no
+    states are allocated, as for packed sequences, every batch row begins without a state. The pass
+    then only records the shapes of the states in `observed_shapes`.
     """
 
-    # by layer: the last W - 1 inputs of the layer's convolution, (rows, D, W - 1)
+    # Keys are layer indices. Values are the last inputs of the layer's convolution, (batch_size,
+    # channels, kernel_size - 1).
     conv_states: dict[int, torch.Tensor] = field(default_factory=dict)
-    # by layer: the state of the layer's recurrence, (rows, H, K, E) float32
+    # Keys are layer indices. Values are the recurrent states, (batch_size, num_heads, key_size,
+    # value_size) float32.
     recurrent_states: dict[int, torch.Tensor] = field(default_factory=dict)
     predecessors: Predecessors | None = None
-    tree_conv_inputs: dict[int, torch.Tensor] = field(default_factory=dict)  # by layer: (B, D, Q)
-    tree_results: dict[int, RecurrenceSegmentResult] = field(default_factory=dict)  # by layer index
+    # Keys are layer indices. Values are the convolution inputs of the tree nodes, (batch_size,
+    # channels, num_nodes).
+    tree_conv_inputs: dict[int, torch.Tensor] = field(default_factory=dict)
+    # Keys are layer indices. Values are the layer's results for the tree nodes.
+    tree_results: dict[int, RecurrenceSegmentResult] = field(default_factory=dict)
     observed_shapes: CacheShapes = field(default_factory=CacheShapes)
 
     @classmethod
@@ -173,8 +181,8 @@ class RecurrentStates:
         return cls(conv_states, recurrent_states)
 
     def reset_rows_from(self, first_row: int) -> "RecurrentStates":
-        """Set the batch rows from `first_row` on to zero, and return them as states over the same
-        memory."""
+        """Set the states of all batch rows from `first_row` on to zero. Return the states of only
+        these rows, which share memory with this object."""
 
         def clear_rows(states_by_layer: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
             return {layer: states[first_row:].zero_() for layer, states in states_by_layer.items()}
@@ -188,10 +196,10 @@ class RecurrentStates:
                 states[destination] = states[source]
 
     def commit(self, path: torch.Tensor, counts: torch.Tensor) -> None:
-        """Update the states of every batch row by a path through the draft tree that was verified
-        last.
+        """Update the states of every batch row with the nodes of one path through the draft tree
+        that was verified last.
 
-        path: (B, nodes) int64, indices of the path's nodes, then padding
+        path: (B, max_path_length) int64, indices of the path's nodes, then padding
         counts: (B,) int64, number of nodes of each path
         """
         rows = len(path)
@@ -211,14 +219,16 @@ class RecurrentStates:
         return self.predecessors
 
     def _store_conv_inputs(self, layer: int, line: torch.Tensor, counts: torch.Tensor) -> None:
-        """Store the last W - 1 inputs of every batch row as the convolution state of a layer.
+        """Store the last kernel_size - 1 inputs of every batch row as the convolution state of a
+        layer.
 
-        line: (B, D, W - 1 + Q), the previous convolution state and then Q new inputs
-        counts: (B,) int64, number of new inputs of every row without padding
+        line: (B, channels, kernel_size - 1 + num_new), the previous convolution state and then the
+            new inputs
+        counts: (B,) int64, number of new inputs of every batch row without padding
         """
         state = self.conv_states[layer]
         offsets = torch.arange(state.shape[2], device=counts.device)
-        indices = counts[:, None] + offsets  # (B, W - 1)
+        indices = counts[:, None] + offsets  # (B, kernel_size - 1)
         state[: len(line)] = line.gather(2, indices[:, None].expand(-1, line.shape[1], -1))
 
     def convolve(
@@ -230,15 +240,16 @@ class RecurrentStates:
         activation: str | None = None,
         **_: object,
     ) -> torch.Tensor:
-        """Convolve hidden states along the path of every position, in place of `causal_conv1d_fn`.
+        """Convolve the hidden state of every position with those of its predecessors. This method
+        replaces `causal_conv1d_fn`.
 
         layer: index of the layer
-        hidden_states: (B, D, Q)
-        weight: (D, W)
-        bias: (D,)
+        hidden_states: (B, channels, length)
+        weight: (channels, kernel_size)
+        bias: (channels,)
         activation: name of an activation in transformers' ACT2FN
 
-        Returns the outputs (B, D, Q).
+        Returns the outputs (B, channels, length).
         """
         predecessors = self._current_predecessors()
         rows = hidden_states.shape[0]
@@ -283,12 +294,14 @@ class RecurrentStates:
         """Compute the recurrence of Gated DeltaNet or KDA.
 
         layer: index of the layer
-        query, key: (B, Q, number of heads, K), where the number of heads is H or a divisor of H
-        value: (B, Q, H, E)
-        g: log decay, (B, Q, H) for Gated DeltaNet, (B, Q, H, K) for KDA
-        beta: (B, Q, H), write strength
+        query, key: (B, length, num_key_heads, key_size), where num_key_heads divides num_heads
+        value: (B, length, num_heads, value_size)
+        g: log decay, (B, length, num_heads) for Gated DeltaNet, (B, length, num_heads, key_size)
+            for KDA
+        beta: (B, length, num_heads), write strength
 
-        Returns the outputs (B, Q, H, E) and the last state (B, H, K, E).
+        Returns the outputs (B, length, num_heads, value_size), and the state after the last
+        position (B, num_heads, key_size, value_size).
         """
         heads = value.shape[2]
         queries = transpose_to_heads_first(query, heads)
@@ -317,16 +330,17 @@ class RecurrentStates:
         dt_limit: tuple[float, float] = (0.0, float("inf")),
         **_: object,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the recurrence of Mamba-2. The argument names are those of `mamba2_chunk_scan`;
-        the arguments B, C and D are not the dimensions of the same letters.
+        """Compute the recurrence of Mamba-2. The argument names are those of `mamba2_chunk_scan`.
 
         layer: index of the layer
-        hidden_states: (batch rows, Q, H, E)
-        dt: step sizes, (batch rows, Q, H)
-        A, D: (H,) each B, C: (batch rows, Q, number of heads, K) each, where the number of heads is
-        H or a divisor of H
+        hidden_states: (batch_size, length, num_heads, value_size)
+        dt: step sizes, (batch_size, length, num_heads)
+        A, D: (num_heads,) each
+        B, C: (batch_size, length, num_key_heads, key_size) each, where num_key_heads divides
+            num_heads
 
-        Returns the outputs (batch rows, Q, H, E) float32 and the last state (batch rows, H, K, E).
+        Returns the float32 outputs (batch_size, length, num_heads, value_size), and the state after
+        the last position (batch_size, num_heads, key_size, value_size).
         """
         heads = hidden_states.shape[2]
         if dt_bias is not None:
@@ -352,14 +366,15 @@ class RecurrentStates:
         decay: torch.Tensor,
         beta: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the recurrence of a layer, segment by segment.
+        """Compute the recurrence of a layer, one segment of positions after the other.
 
-        The arguments are those of `compute_recurrence_segment` for all Q positions, such as
-        `queries` (B, H, Q, K). Returns the outputs (B, Q, H, E) and the last state (B, H, K, E).
+        The tensors are those of `compute_recurrence_segment`, but for all new positions. Returns
+        the outputs (B, length, num_heads, value_size), and the state after the last position (B,
+        num_heads, key_size, value_size).
         """
         predecessors = self._current_predecessors()
         shape = (queries.shape[1], queries.shape[-1], values.shape[-1])
-        if predecessors.valid_mask is not None:  # padding must neither decay nor change the state
+        if predecessors.valid_mask is not None:  # padding must leave the state unchanged
             padding = ~predecessors.valid_mask[:, None, :, None]
             decay = decay.masked_fill(padding, 0)
             values = values.masked_fill(padding, 0)
@@ -397,13 +412,13 @@ class RecurrentStates:
 
 
 class PackedCacheView(RecurrentCacheAdapter):
-    """The cache of a forward pass over packed sequences, used in place of a `CacheView`. It stores
-    nothing, and records the shapes of what a real cache would store."""
+    """The cache of a forward pass over packed sequences of training documents, used in place of a
+    `CacheView`. It stores nothing. It only records the shapes of what a real cache would store."""
 
     def __init__(self, documents: torch.Tensor, num_layers: int = 0) -> None:
         """Prepare a forward pass over packed sequences.
 
-        documents: (B, T) int64, document numbers
+        documents: (B, length) int64, number of the document that each token belongs to
         num_layers: number of layers that `layer_views` returns a view for
         """
         self.recurrent_states = RecurrentStates(predecessors=Predecessors.of_packed_rows(documents))
@@ -412,20 +427,21 @@ class PackedCacheView(RecurrentCacheAdapter):
 
     @property
     def shapes(self) -> CacheShapes:
-        """Return the shapes of what the layers that have run would have stored in a cache."""
+        """Return the shapes of what a real cache would store for the layers that have run."""
         observed = self.recurrent_states.observed_shapes
         attention = dict(sorted(observed.attention.items()))
         return CacheShapes(attention, observed.convolution, observed.recurrence)
 
     def layer_views(self) -> Iterator[PackedLayerView]:
-        """Yield a new view for each layer in turn. The keys and values of earlier layers can then
-        be freed."""
+        """Yield a new view for each layer in turn, so that the keys and values of earlier layers
+        can be freed."""
         return (PackedLayerView(self.batch_size, self.capacity) for _ in range(self.num_layers))
 
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Record the head shapes of keys and values (B, H, Q, E), and return both unchanged."""
+        """Record the shapes of a layer's keys and values, and return both unchanged. Their shapes
+        are (B, num_heads, length, head_size)."""
         key_shape = (keys.shape[1], keys.shape[3])
         value_shape = (values.shape[1], values.shape[3])
         self.recurrent_states.observed_shapes.attention[layer] = (key_shape, value_shape)

@@ -1,5 +1,5 @@
-"""Replacement of the functions that Hugging Face's recurrent layers call. The layers call methods
-of `infer.targets.recurrent.RecurrentStates` instead."""
+"""Let Hugging Face's recurrent layers call methods of `infer.targets.recurrent.RecurrentStates` in
+place of their own functions for convolution and recurrence."""
 
 import inspect
 from collections.abc import Callable
@@ -13,8 +13,8 @@ from torch import nn
 from infer.attention.kv_cache import CacheView
 from infer.targets.recurrent import PackedCacheView, RecurrentStates
 
-# Key: name of a function that transformers' layers call. Value: the method of `RecurrentStates`
-# that replaces the function.
+# Keys are names of functions that transformers' recurrent layers call. Values are the methods that
+# replace them.
 REPLACEMENTS_OF_RECURRENT_FUNCTIONS: dict[str, Callable] = {
     "causal_conv1d_fn": RecurrentStates.convolve,
     "torch_chunk_gated_delta_rule": RecurrentStates.gated_delta_rule,
@@ -24,7 +24,8 @@ REPLACEMENTS_OF_RECURRENT_FUNCTIONS: dict[str, Callable] = {
 
 
 def find_recurrent_modules(decoder: nn.Module) -> list[nn.Module]:
-    """Return the modules of a decoder that read a recurrent or convolution state from a cache."""
+    """Return the modules of a decoder that read a recurrent state or a convolution state from a
+    cache."""
     return [
         module
         for module in decoder.modules()
@@ -34,13 +35,14 @@ def find_recurrent_modules(decoder: nn.Module) -> list[nn.Module]:
 
 @cache
 def get_names_in_forward(module_class: type[nn.Module]) -> frozenset[str]:
-    """Return the names of globals and attributes that the forward method of a module class uses."""
+    """Return the names of global variables and attributes that a module class uses in its forward
+    method."""
     code = getattr(inspect.unwrap(module_class.forward), "__code__", None)
     return frozenset(code.co_names if code else ())
 
 
 def find_unsupported_recurrence(decoder: nn.Module) -> str | None:
-    """Return the class name of the first recurrent module of a decoder whose functions
+    """Return the class name of the first recurrent module in a decoder whose functions
     `make_patched_class` cannot replace; None if there is no such module."""
     for module in find_recurrent_modules(decoder):
         names = get_names_in_forward(type(module))
@@ -52,9 +54,9 @@ def find_unsupported_recurrence(decoder: nn.Module) -> str | None:
 
 
 def patch_recurrent_modules(decoder: nn.Module) -> bool:
-    """Make the recurrent layers of a decoder compute through `RecurrentStates` whenever one of
-    their arguments is one of our caches. With any other cache the layers compute what they did
-    before. Returns whether the decoder has recurrent layers."""
+    """Make the recurrent layers of a decoder call `RecurrentStates` whenever one of their arguments
+    is a cache of this project. With any other cache, they compute what they did before. Returns
+    whether the decoder has recurrent layers."""
     modules = find_recurrent_modules(decoder)
     for module in modules:
         module.__class__ = make_patched_class(type(module))
@@ -62,20 +64,20 @@ def patch_recurrent_modules(decoder: nn.Module) -> bool:
 
 
 class PatchedModule:
-    """A base class that marks the classes that `make_patched_class` creates."""
+    """Marks the classes that `make_patched_class` creates, which inherit from this class."""
 
 
 @cache
 def make_patched_class(module_class: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of `module_class` with a changed forward method. If one of the arguments is
-    one of our caches, the method calls `RecurrentStates` in place of the functions in
+    """Return a subclass of `module_class` with a changed forward method. If one of its arguments is
+    a cache of this project, the method calls `RecurrentStates` in place of the functions in
     REPLACEMENTS_OF_RECURRENT_FUNCTIONS. A class that is already patched is returned unchanged."""
     if issubclass(module_class, PatchedModule):
         return module_class
     original = cast(FunctionType, inspect.unwrap(module_class.forward))
     names = REPLACEMENTS_OF_RECURRENT_FUNCTIONS.keys() & get_names_in_forward(module_class)
 
-    @wraps(module_class.forward)  # lets `get_names_in_forward` find the original code
+    @wraps(module_class.forward)  # `get_names_in_forward` unwraps it to find the original code
     def forward(self, *args: object, **kwargs: object) -> torch.Tensor:
         views = [
             value
@@ -89,8 +91,7 @@ def make_patched_class(module_class: type[nn.Module]) -> type[nn.Module]:
             name: partial(REPLACEMENTS_OF_RECURRENT_FUNCTIONS[name], states, self.layer_idx)
             for name in names
         }
-        # This function has the code of the original one, but its global variables contain the
-        # replacements.
+        # Copy the original function, but replace some of its global variables.
         function = FunctionType(
             original.__code__,
             original.__globals__ | replacements,

@@ -1,7 +1,7 @@
-"""Properties of a target that its config.json decides: the attention windows of its layers, the
+"""Properties of a target that follow from its config.json: the attention windows of its layers, the
 scale of its logits, and whether draft trees can be verified with it.
 
-All of these are known before weights are loaded. docs/targets.md lists the model families.
+They are known before weights are loaded. docs/targets.md lists the model families.
 """
 
 from dataclasses import dataclass
@@ -15,26 +15,27 @@ from infer.targets.recurrent_modules import find_unsupported_recurrence
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-# Value of `layer_types` for layers in which a query attends only to positions of its own chunk
-# (Llama 4).
+# Value of a config's `layer_types` for layers in which a query attends only to positions of its own
+# chunk (Llama 4).
 CHUNKED_ATTENTION = "chunked_attention"
-# values of `layer_types` for layers whose attention can be expressed by a mask over all cached
-# positions
+# Values of a config's `layer_types` for attention layers. A mask over all cached positions can
+# express their attention.
 ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention", CHUNKED_ATTENTION}
-# values of `layer_types` for layers that keep a recurrent or convolution state
+# Values of a config's `layer_types` for layers that keep a recurrent or convolution state.
 RECURRENT_LAYER_TYPES = ("linear_attention", "conv", "hybrid", "mamba", "recurrent")
-# prefixes of config.json keys that only models with recurrent layers have
+# Prefixes of config.json keys that only models with recurrent layers have.
 RECURRENT_CONFIG_PREFIXES = ("mamba_", "ssm_", "lru_", "linear_key_head_dim", "conv_L_cache")
-# values of `model_type` for models whose recurrent layers can be run over draft trees
-# (infer/targets/recurrent.py)
+# Values of `model_type` for models whose recurrent layers can verify draft trees
+# (infer/targets/recurrent.py).
 SUPPORTED_RECURRENT_MODELS = {
-    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"),  # Gated DeltaNet
-    *("kimi_linear", "bailing_hybrid"),  # KDA
-    *("nemotron_h", "falcon_h1", "bamba", "granitemoehybrid", "zamba2"),  # Mamba-2
-    *("lfm2", "lfm2_moe", "lfm3"),  # short convolutions
+    # models with Gated DeltaNet
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"),
+    *("kimi_linear", "bailing_hybrid"),  # models with KDA
+    *("nemotron_h", "falcon_h1", "bamba", "granitemoehybrid", "zamba2"),  # models with Mamba-2
+    *("lfm2", "lfm2_moe", "lfm3"),  # models with short convolutions
 }
-# Features that our cache, masks or head do not support. Key: key in config.json. Value: description
-# of the feature for error messages.
+# Features that our KV cache, attention masks or language model head do not support. Keys are keys
+# of config.json. Values describe the feature in error messages.
 UNSUPPORTED_CONFIG_KEYS = {
     "cross_attention_layers": "layers that attend to images",
     "use_bidirectional_attention": "layers that attend to later positions",
@@ -45,16 +46,16 @@ UNSUPPORTED_CONFIG_KEYS = {
 
 @dataclass(frozen=True)
 class LogitScale:
-    """The scale of a target's logits. The outputs of the language model head, whose last axis is
-    the vocabulary, are divided by `divisor` (Cohere, Granite, Falcon-H1), and then limited by a
-    soft cap (Gemma)."""
+    """How a target scales its logits. The outputs of the language model head are divided by
+    `divisor` (Cohere, Granite, Falcon-H1), and then limited to the range from -cap to cap by a tanh
+    (Gemma)."""
 
     divisor: float = 1.0
     cap: float | None = None
 
     def __call__(self, raw_logits: torch.Tensor) -> torch.Tensor:
-        """Return the scaled logits for outputs of the head. Without a scale, return the outputs
-        themselves."""
+        """Scale the outputs of the language model head. `raw_logits` may have any shape; it is
+        returned unchanged if the target does not scale logits."""
         if self.divisor != 1:
             raw_logits = raw_logits / self.divisor
         if self.cap is None:
@@ -62,8 +63,11 @@ class LogitScale:
         return torch.tanh(raw_logits / self.cap) * self.cap
 
     def derivative(self, logits: torch.Tensor) -> torch.Tensor | float | None:
-        """Return the derivative of the scaled logits with respect to the head's outputs, computed
-        from the scaled logits `logits`. None means that the derivative is 1."""
+        """Return the derivative of the scaled logits with respect to the unscaled outputs of the
+        language model head, or None if the derivative is 1.
+
+        logits: the scaled logits
+        """
         if self.cap is not None:
             return (1 - (logits / self.cap).square()) / self.divisor
         if self.divisor == 1:
@@ -75,8 +79,8 @@ IDENTITY_LOGIT_SCALE = LogitScale()
 
 
 def get_setting(config: "PretrainedConfig", *names: str) -> Any:
-    """Return the first truthy value among the attributes `names` of a config; None if there is
-    none. The values 0, false and empty values therefore count as missing."""
+    """Return the first truthy value among the attributes `names` of a config, or None if there is
+    none. The values 0 and false and empty values therefore count as missing."""
     for name in names:
         value = getattr(config, name, None)
         if value:
@@ -85,7 +89,7 @@ def get_setting(config: "PretrainedConfig", *names: str) -> Any:
 
 
 def get_logit_scale(config: "PretrainedConfig") -> LogitScale:
-    """Return the scale of a target's logits."""
+    """Return how a target scales its logits."""
     factor = get_setting(config, "logit_scale", "lm_head_multiplier") or 1
     divisor = get_setting(config, "logits_scaling") or 1 / factor
     return LogitScale(float(divisor), get_setting(config, "final_logit_softcapping"))
@@ -93,12 +97,11 @@ def get_logit_scale(config: "PretrainedConfig") -> LogitScale:
 
 def get_attention_windows(config: "PretrainedConfig") -> dict[str, int | None]:
     """Return the size of the sliding window or attention chunk of each layer type of a target. The
-    size is a number of positions that includes the query's own. None means that a query attends to
-    all earlier positions.
+    size is a number of positions, including the query's own. None means that a query attends to all
+    earlier positions.
 
-    A model whose config has `layer_types` takes one attention mask per layer type. A model whose
-    config class has no layer types (Mistral, Phi-3) takes a single mask; its window is returned
-    under the key "all".
+    The keys are the layer types in the config. If the config's class has no `layer_types` (Mistral,
+    Phi-3), all layers use the same attention mask, and the only key is "all".
     """
     window = get_setting(config, "sliding_window")
     layer_types = get_setting(config, "layer_types") or []
@@ -120,8 +123,8 @@ def get_attention_windows(config: "PretrainedConfig") -> dict[str, int | None]:
 
 
 def attention_layer_ids(config: "PretrainedConfig") -> list[int]:
-    """Return the indices of a target's attention layers, which are all layers without a recurrent
-    state."""
+    """Return the indices of a target's attention layers. These are all layers that are not
+    recurrent."""
     default_types = ["full_attention"] * config.num_hidden_layers
     layer_types = get_setting(config, "layer_types") or default_types
     return [
@@ -132,25 +135,27 @@ def attention_layer_ids(config: "PretrainedConfig") -> list[int]:
 
 
 def get_norm_eps(config: "PretrainedConfig") -> float:
-    """Return the epsilon of a target's norms, under any of the names that model families use for
-    it. The default is 1e-6."""
+    """Return the epsilon of a target's norms. Model families use different names for this setting.
+    The default is 1e-6."""
     names = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps", "layer_norm_epsilon")
     return get_setting(config, *names) or 1e-6
 
 
 def get_rope_parameters(config: "PretrainedConfig") -> dict[str, Any]:
-    """Return a target's rotary parameters. If layer types have different rotary parameters (Gemma
-    3), return those of the full-attention layers."""
+    """Return a target's rotary parameters. If they differ between layer types (Gemma 3), return
+    those of the full-attention layers."""
     parameters = get_setting(config, "rope_parameters") or {}
     return parameters.get("full_attention") or parameters
 
 
 def get_max_supported_length(config: "PretrainedConfig") -> int | None:
-    """Return the largest sequence length up to which rotary angles and query scales do not depend
-    on the sequence length. None means that they never depend on it.
+    """Return the largest sequence length up to which a target's rotary angles and query scales stay
+    the same. None means that they never change.
 
-    Rotary angles depend on the sequence length under the rope types longrope and dynamic. Llama 4
-    scales queries by position, and transformers takes the index in the cache as that position.
+    With the rope types longrope and dynamic, the rotary angles of all positions change when the
+    sequence becomes longer. Llama 4 multiplies queries by a factor that depends on the position.
+    transformers takes the index in the cache as this position, so that only lengths with the factor
+    1 are supported.
     """
     if get_setting(config, "attn_temperature_tuning") and not all(config.no_rope_layers):
         return config.floor_scale - 1
@@ -162,47 +167,48 @@ def get_max_supported_length(config: "PretrainedConfig") -> int | None:
 
 def refuse_longer_sequences(config: "PretrainedConfig", length: int, remedy: str) -> None:
     """Raise ValueError if a target's rotary angles or query scales would change for sequences of
-    `length` positions. The message ends with `remedy`."""
+    `length` positions, see `get_max_supported_length`. The message ends with `remedy`."""
     max_length = get_max_supported_length(config)
     if max_length is not None and length > max_length:
         raise ValueError(
-            f"{length} positions are needed, but this target's rotary angles or query scales "
-            f"change beyond {max_length} positions; {remedy}"
+            f"{length} positions are needed, but this target's rotary angles or its "
+            f"position-dependent query scales change beyond {max_length} positions, which is not "
+            f"supported; {remedy}"
         )
 
 
 def get_mlp_size(config: "PretrainedConfig") -> int:
-    """Return the inner size for a drafter's MLP. This is the inner size of the target's MLP if all
-    layers of the target have the same one, as a mixture of experts may not. Otherwise it is three
+    """Return the inner size for the MLP of a target's drafter. If all layers of the target have an
+    MLP of the same size, it is this size. Otherwise, as with a mixture of experts, it is three
     times the hidden size."""
     size = get_setting(config, "intermediate_size")
     return size if type(size) is int else 3 * config.hidden_size
 
 
 def get_first_layer_config(config: "PretrainedConfig") -> "PretrainedConfig":
-    """Return the configuration of the first layer if layers have different sizes (Gemma 4).
-    Otherwise return `config` itself."""
+    """Return the configuration of the first layer if layers have different sizes (Gemma 4),
+    otherwise `config` itself."""
     if get_setting(config, "is_heterogeneous"):
         return config.per_layer_config[0]
     return config
 
 
 def get_head_size(config: "PretrainedConfig") -> int:
-    """Return the number of features of an attention head in the first layer."""
+    """Return the size of the attention heads in a target's first layer."""
     layer_config = get_first_layer_config(config)
     head_size = get_setting(layer_config, "head_dim")
     return head_size or layer_config.hidden_size // layer_config.num_attention_heads
 
 
 def get_num_key_heads(config: "PretrainedConfig") -> int:
-    """Return the number of key/value heads in the first layer."""
+    """Return the number of key/value heads in a target's first layer."""
     layer_config = get_first_layer_config(config)
     return get_setting(layer_config, "num_key_value_heads") or layer_config.num_attention_heads
 
 
 def refuse_unsupported(config: "PretrainedConfig") -> None:
-    """Raise ValueError if draft trees cannot be verified with a target. Only the target's
-    config.json is checked."""
+    """Raise ValueError if a target's config.json shows that draft trees cannot be verified with
+    it."""
 
     def refuse(feature: str) -> NoReturn:
         raise ValueError(
@@ -239,8 +245,8 @@ def refuse_unsupported(config: "PretrainedConfig") -> None:
 
 
 def find_decoder(model: "PreTrainedModel") -> nn.Module:
-    """Return the decoder of a causal language model: the module that contains everything from the
-    embedding to the final norm."""
+    """Return the decoder of a causal language model. This module contains everything from the
+    embedding to the final norm, but not the head."""
     decoder = model.get_decoder()
     if decoder is model:  # Llama 4's `get_decoder` returns the model itself
         decoder = getattr(model, "model", model)
@@ -253,16 +259,16 @@ def get_decoder_layers(decoder: nn.Module) -> nn.ModuleList:
 
 
 def refuse_unsupported_modules(model: "PreTrainedModel") -> None:
-    """Raise ValueError if a model has modules that our code does not support. The model may be on
-    the meta device."""
+    """Raise ValueError if a model has modules that this project does not support, such as a head
+    with a bias. The model may be on the meta device."""
     config = model.config.get_text_config()
     decoder = find_decoder(model)
     layers = dict(decoder.named_children()).get("layers")
     num_layers = 0 if layers is None else len(cast(nn.ModuleList, layers))
     if num_layers != config.num_hidden_layers:
         raise ValueError(
-            f"this target ({config.model_type}) has no list of decoder layers, which features are "
-            "taken from; use another target"
+            f"this target ({config.model_type}) has no single list of decoder layers, so their "
+            "hidden states cannot be read; use another target"
         )
     class_name = find_unsupported_recurrence(decoder)
     if class_name is not None:
@@ -273,8 +279,8 @@ def refuse_unsupported_modules(model: "PreTrainedModel") -> None:
     head = model.get_output_embeddings()
     if head is None or "bias" in dict(head.named_parameters()):
         raise ValueError(
-            f"this target ({config.model_type}) has no language model head without bias, which is "
-            "the only supported head; use another target"
+            f"this target ({config.model_type}) has no language model head, or a head with a bias, "
+            "which is not supported; use another target"
         )
     if config._attn_implementation not in ("eager", "sdpa"):
         raise ValueError(

@@ -1,9 +1,5 @@
-"""The target: any Hugging Face causal language model, frozen, behind one wrapper that extracts
-features and verifies draft trees.
-
-Dimension letters in this module: B batch rows, Q new positions, T length of a packed sequence, M
-tree nodes, F feature layers, D hidden size, V vocabulary size.
-"""
+"""The target: any Hugging Face causal language model, frozen. The wrapper `Target` returns hidden
+states of its layers, which drafters use as features, and verifies draft trees."""
 
 import hashlib
 import json
@@ -50,39 +46,42 @@ from infer.trees.tree import DraftTree
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# cuDNN's attention is left out, because it spends 40 ms on planning for every new sequence length.
+# All backends but cuDNN, which spends 40 ms on planning for every new sequence length.
 SDPA_BACKENDS_WITHOUT_CUDNN = [
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-# One lock for each model. A model's hooks serve only one forward pass at a time, even if several
-# targets wrap the same model.
+# Keys are models, values are their locks. A model's hooks serve only one forward pass at a time,
+# even if several targets wrap the same model.
 MODEL_LOCKS: "weakref.WeakKeyDictionary[nn.Module, threading.RLock]" = weakref.WeakKeyDictionary()
 
 
 def get_model_lock(model: nn.Module) -> threading.RLock:
-    """Return the lock of a model. A forward pass that uses hooks of the model must hold this
-    lock."""
+    """Return the lock of a model. Hold this lock during a forward pass that uses hooks of the
+    model."""
     return MODEL_LOCKS.setdefault(model, threading.RLock())
 
 
 @dataclass(frozen=True)
 class Features:
-    """The outputs of one forward pass of the target, which the drafter and the language model head
-    read."""
+    """The hidden states that one forward pass of the target returns. The drafter reads `context`;
+    the language model head reads `last_hidden_states`."""
 
-    context: torch.Tensor  # (B, Q, F * D), concatenated outputs of the feature layers
-    last_hidden_states: torch.Tensor  # (B, Q, D), after the target's final norm
+    # (B, length, num_layers * hidden_size), concatenated outputs of the requested layers
+    context: torch.Tensor
+    # (B, length, hidden_size), the last layer's outputs after the final norm
+    last_hidden_states: torch.Tensor
 
 
 @contextmanager
 def capture_layer_outputs(
     layers: nn.ModuleList, layer_ids: tuple[int, ...], residual_stream: int | None
 ) -> Generator[dict[int, torch.Tensor]]:
-    """Yield a dictionary to which every forward pass within the block adds the outputs of the
-    layers `layer_ids`, by layer id. Ids beyond the last layer are ignored.
+    """Yield a dictionary that every forward pass within the `with` block fills with layer outputs.
+    Keys are layer indices.
 
+    layer_ids: indices of the layers to record; indices beyond the last layer are ignored
     residual_stream: index of the main residual stream, for a model whose layers return several
         residual streams (Gemma 3n); None for a model whose layers return a single one
     """
@@ -106,16 +105,18 @@ def capture_layer_outputs(
 
 @dataclass
 class Target:
-    """A frozen causal language model. Layer id k stands for the output of decoder layer k, counted
-    from 0. The id that follows the last layer's id stands for the last layer's output after the
-    final norm."""
+    """A frozen causal language model.
+
+    Layer ids select hidden states. Id k is the output of decoder layer k, counted from 0. The
+    number of layers, as an id, selects the last layer's output after the final norm.
+    """
 
     model: "PreTrainedModel"
     tokenizer: "PreTrainedTokenizerBase | None" = None
     name: str = "target"
-    # Whether the layers are sharded over processes (`infer.targets.loading.shard_target`). All
-    # processes must then take part in a forward pass, so no process may decide by its own clock
-    # whether to run one.
+    # Whether the layers are sharded over several processes (`infer.targets.loading.shard_target`).
+    # All processes must then run every forward pass together, so none of them may stop by its own
+    # clock.
     is_sharded: bool = False
 
     def __post_init__(self) -> None:
@@ -127,13 +128,13 @@ class Target:
         self.attention_windows = get_attention_windows(self.config)
         self.decoder = find_decoder(self.model)
         self.embedding = self.model.get_input_embeddings()
-        self.vocab_size = len(first_float_parameter(self.head_module))  # the vocabulary size V
-        # whether the weights of linear layers are int8 codes (`infer.int8_cpu.modules`)
+        self.vocab_size = len(first_float_parameter(self.head_module))
+        # Whether linear layers have int8 weights (`infer.int8_cpu.modules`).
         self.is_int8 = hasattr(self.head_module, "can_join")
         self.has_recurrent_layers = patch_recurrent_modules(self.decoder)
         self.weight_watcher = WeightWatcher(self.model)
-        self.weight_version = 0  # number of detected changes of the weights
-        # Key: drafter. Value: measured costs of forward passes (`infer.engine.budget`).
+        self.weight_version = 0  # number of detected weight changes
+        # Keys are drafters, values are measured times of forward passes (`infer.engine.budget`).
         self.cost_calibrations = weakref.WeakKeyDictionary()
         self._reference_parameter = first_float_parameter(self.embedding)
         self._residual_stream = self.config.to_dict().get("altup_active_idx")
@@ -148,19 +149,19 @@ class Target:
 
     @property
     def kernels(self) -> Kernels:
-        """Return the operations that `infer.kernels` has for the device and dtype of the target's
+        """Return the operations of `infer.kernels` for the device and dtype of the target's
         weights."""
         return select_kernels(self.device, torch.int8 if self.is_int8 else self.dtype)
 
     @property
     def head_module(self) -> nn.Module:
-        """Return the language model head."""
+        """Return the language model head, which maps hidden states to logits."""
         return cast(nn.Module, self.model.get_output_embeddings())
 
     @property
     def head_weight(self) -> torch.Tensor:
-        """Return the weight (V, D) of the language model head. It is frozen and shared with the
-        drafter. An int8 weight is dequantised at every access."""
+        """Return the weight (vocab_size, hidden_size) of the language model head. It is frozen and
+        shared with the drafter. An int8 weight is dequantised at every access."""
         return cast(torch.Tensor, self.head_module.weight)
 
     @property
@@ -171,13 +172,13 @@ class Target:
 
     @cached_property
     def tokenizer_digest(self) -> str | None:
-        """Return the digest of the target's tokenizer, from the function `tokenizer_digest`. Return
-        None if the target has no tokenizer."""
+        """Return a SHA-256 of the tokenizer's vocabulary and chat template (see the function
+        `tokenizer_digest`), or None if the target has no tokenizer."""
         return None if self.tokenizer is None else tokenizer_digest(self.tokenizer)
 
     def refresh_weights(self) -> int:
-        """Drop all copies of the model's weights if the weights have changed. Return
-        `weight_version`, which counts these changes."""
+        """If the model's weights have changed, drop our own decoder, which has copies of some
+        weights. Return `weight_version`, the number of changes so far."""
         if self.weight_watcher.detect_changes():
             self.__dict__.pop("kernel_decoder", None)
             self.weight_version += 1
@@ -186,30 +187,35 @@ class Target:
     def graph_references(self) -> list[object]:
         """Return the objects that a forward pass reads besides its arguments: the memory of weights
         and buffers, our own decoder and the decoder's rotary tables. A CUDA graph must hold
-        references to these objects, since all of them may be replaced while the graph exists."""
+        references to these objects, because the target may replace all of them while the graph
+        exists."""
         references: list[object] = [*parameter_aliases(self.model)]
         if self.kernel_decoder is not None:
             references += [self.kernel_decoder, *self.kernel_decoder.rope_tables.values()]
         return references
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the input (..., D) of the first layer for token ids (...) of any shape."""
-        # Gemma's embedding module scales its output, Granite's does not.
+        """Return the input of the first layer, (..., hidden_size), for token ids (...) of any
+        shape."""
+        # Granite's embedding is multiplied by a factor here. Gemma's embedding module does this
+        # itself.
         embedded = self.embedding(ids)
         multiplier = get_setting(self.config, "embedding_multiplier")
         return embedded * multiplier if multiplier else embedded
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits (..., V) of hidden states (..., D) after the final norm."""
-        # Contiguous hidden states need one matmul, others one matmul per batch row.
+        """Return the logits (..., vocab_size) of hidden states (..., hidden_size) after the final
+        norm."""
+        # A contiguous tensor needs a single matmul. Any other tensor needs one matmul per batch
+        # row.
         return self.logit_scale(self.head_module(hidden.contiguous()))
 
     def allocate_cache(self, num_rows: int, capacity: int) -> KVCache:
         """Allocate a KV cache for up to `num_rows` sequences of up to `capacity` positions each.
 
-        Layers with a sliding window store all positions too, so that all layers of a batch row have
-        the same length; only the attention masks implement the window. Raises ValueError if the
-        target's rotary angles would change within `capacity` positions.
+        Layers with a sliding window also store all positions; only their attention masks implement
+        the window. All layers of a batch row therefore have the same length. Raises ValueError if
+        the target's rotary angles would change within `capacity` positions.
         """
         refuse_longer_sequences(self.config, capacity, "shorten prompts or outputs")
         states = None
@@ -221,9 +227,9 @@ class Target:
     @cached_property
     @torch.no_grad()
     def cache_shapes(self) -> CacheShapes:
-        """Return the shapes of what the layers store for a sequence, measured by a forward pass
-        over one token. Raises ValueError if the pass fails, for example because the kernels of
-        quantised weights do not support the model's sizes."""
+        """Return the shapes of the tensors that the layers store for one sequence. They are
+        measured by a forward pass over one token. Raises ValueError if the pass fails, for example
+        because the kernels of quantised weights do not support the model's sizes."""
         zero = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         masks = build_masks_by_layer_type(
             self.attention_windows, partial(build_packed_mask, zero, zero)
@@ -242,7 +248,8 @@ class Target:
         except failures as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ValueError(
-                f"this target ({self.config.model_type}) does not run on this machine ({reason})"
+                f"this target ({self.config.model_type}) does not run on this machine ({reason}); "
+                "use another target or device"
             ) from error
         return cache_view.shapes
 
@@ -254,14 +261,15 @@ class Target:
         cache_view: CacheView | PackedCacheView | None,
         feature_layer_ids: tuple[int, ...],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run token ids (B, Q) at absolute positions (B, Q) through Hugging Face's layers.
+        """Run token ids (B, length) at absolute positions (B, length) through Hugging Face's
+        layers.
 
-        masks: attention mask of every layer type
+        masks: keys are layer types, values are attention masks
         cache_view: where keys and values are stored; None means that nothing is cached
-        feature_layer_ids: ids of the F layers whose outputs are returned
+        feature_layer_ids: ids of the layers whose outputs are returned
 
-        Returns the outputs of the feature layers, concatenated, (B, Q, F * D), and the last hidden
-        states after the final norm, (B, Q, D).
+        Returns the outputs of these layers, concatenated to (B, length, num_feature_layers *
+        hidden_size), and the last hidden states after the final norm, (B, length, hidden_size).
         """
         additive_masks: dict[str, torch.Tensor | None] = {
             layer_type: to_additive_mask(mask.dense, self.dtype)
@@ -302,18 +310,19 @@ class Target:
         feature_layer_ids: tuple[int, ...],
         use_transformers: bool = False,
     ) -> Features:
-        """Compute the features of packed sequences for training.
+        """Compute hidden states of packed sequences for training. A packed sequence consists of
+        several documents, which do not attend to each other.
 
-        ids: (B, T) int64, token ids
-        positions: (B, T) int64, the position of every token within its document
-        documents: (B, T) int64, document numbers, -1 on padding
-        feature_layer_ids: ids of the feature layers
+        ids: (B, length) int64, token ids
+        positions: (B, length) int64, the position of every token within its document
+        documents: (B, length) int64, document numbers, -1 on padding
+        feature_layer_ids: ids of the layers whose outputs are returned
         use_transformers: run Hugging Face's layers even if our own decoder supports the target
         """
         length = ids.shape[1]
         make_mask = partial(build_packed_mask, positions, documents)
         masks = build_masks_by_layer_type(self.attention_windows, make_mask)
-        # Queries are scaled by their index in the packed sequence.
+        # Llama 4 scales a query by its index in the packed sequence, not in its document.
         if get_setting(self.config, "floor_scale"):
             refuse_longer_sequences(self.config, length, "set a smaller data.length")
         max_length = get_max_supported_length(self.config) or length
@@ -327,33 +336,32 @@ class Target:
 
     @cached_property
     def context_length_matching_weight_cost(self) -> float:
-        """Return the context length at which the attention of one position takes as many
-        multiplications as the layers' weights do for this position. The language model head is not
-        counted. In a mixture of experts, only the experts that one position uses are counted."""
+        """Return the context length at which, for one position, attention takes as many
+        multiplications as the layers' weights. The language model head is not counted. In a mixture
+        of experts, only the experts that one position uses are counted."""
         experts_per_token = get_setting(self.config, "num_experts_per_tok") or 1
         weight_macs = 0
         for weight in get_decoder_layers(self.decoder).parameters():
             if weight.ndim == 2:
                 weight_macs += weight.numel()
-            elif weight.ndim == 3:  # shape (experts, outputs, inputs)
+            elif weight.ndim == 3:  # (num_experts, outputs, inputs)
                 weight_macs += experts_per_token * weight.numel() // len(weight)
         head_sizes = [size for pair in self.cache_shapes.attention.values() for _, size in pair]
-        # number of multiplications per context position
+        # Number of multiplications of attention per context position.
         attention_macs = self.config.num_attention_heads * sum(head_sizes)
         return weight_macs / attention_macs if attention_macs else math.inf
 
     @property
     def run_decoder(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-        """Return the function that runs the target's decoder over cached sequences. It is our own
-        decoder if that computes the same as Hugging Face's layers, otherwise
-        `run_transformers_layers`."""
+        """Return the function that runs the target's decoder over cached sequences. This is our own
+        decoder if it supports the target, otherwise `run_transformers_layers`."""
         return self.kernel_decoder or self.run_transformers_layers
 
     @cached_property
     def kernel_decoder(self) -> KernelDecoder | None:
         """Return our own decoder (`infer.targets.kernel_decoder`) if it computes the same as
-        Hugging Face's layers. Otherwise return None and print a warning. Sharded targets and
-        targets with recurrent layers also have None, without a warning."""
+        Hugging Face's layers. Otherwise print a warning and return None. Also return None, without
+        a warning, for sharded targets and targets with recurrent layers."""
         if self.is_sharded or self.has_recurrent_layers:
             return None
         if len(self.attention_windows) == 1:
@@ -362,7 +370,7 @@ class Target:
             layer_types = self.config.layer_types
         try:
             with get_model_lock(self.model):
-                # The decoder is built first, because this moves weights.
+                # Building the decoder moves weights, so the checks come after it.
                 decoder = build_kernel_decoder(
                     self.decoder,
                     layer_types,
@@ -372,15 +380,19 @@ class Target:
                     self.kernels,
                 )
                 if not self.cache_shapes.is_uniform_attention:
-                    raise UnsupportedLayer("layers whose keys and values have different sizes")
+                    raise UnsupportedLayer(
+                        "layers whose keys and values have different sizes, which our decoder does "
+                        "not support"
+                    )
                 compare_with_transformers(self, decoder)
         except UnsupportedLayer as error:
             warnings.warn(
-                f"{self.name} runs through transformers' own layers, because it has {error}",
+                f"{self.name} runs through transformers' own layers, which may be slower, "
+                f"because it has {error}",
                 stacklevel=2,
             )
             return None
-        self.weight_watcher.take_snapshot()  # building the decoder has moved weights
+        self.weight_watcher.take_snapshot()  # building the decoder moved weights
         return decoder
 
     def extend_cache(
@@ -390,13 +402,15 @@ class Target:
         feature_layer_ids: tuple[int, ...],
         run_decoder: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
     ) -> Features:
-        """Run the next tokens of every sequence through the target, and commit them to the cache.
+        """Run the next tokens of every sequence through the target, and add these tokens to the
+        cache.
 
-        ids: next token ids of every batch row
+        ids: the next token ids of every batch row
+        feature_layer_ids: ids of the layers whose outputs are returned
         run_decoder: function to use in place of `Target.run_decoder`
 
-        Returns features (B, Q, ...), where Q is the largest number of tokens in a batch row. Rows
-        with fewer tokens are padded on the right.
+        Returns hidden states with the axes (batch row, token, feature). Batch rows with fewer
+        tokens are padded on the right.
         """
         rows = len(ids)
         width = max(map(len, ids))
@@ -430,9 +444,12 @@ class Target:
         The position of a node follows from its depth. A node attends to the cached positions of its
         batch row, to its ancestors and to itself.
 
-        ancestors: (B, M, M) bool, see `DraftTree.ancestors`
+        ancestors: (B, num_nodes, num_nodes) bool; entry [b, i, j] is true if node j is node i or an
+            ancestor of node i
+        feature_layer_ids: ids of the layers whose outputs are returned
 
-        The cache stores all nodes until `KVCache.commit` keeps the nodes of one path.
+        Returns the hidden states of all nodes. The cache stores all nodes until `KVCache.commit`
+        keeps the nodes of one path.
         """
         rows, width = tree.tokens.shape
         cache_view = cache.make_view(width, tree.node_mask)
@@ -461,14 +478,14 @@ class Target:
 
 
 def supports_ragged(target: Target) -> bool:
-    """Return whether the draft trees of one forward pass may have different numbers of nodes
-    (`DraftTree.node_mask`)."""
+    """Return whether one forward pass of the target may verify draft trees with different numbers
+    of nodes."""
     return target.kernel_decoder is not None and target.kernels.supports_ragged
 
 
 def first_float_parameter(module: nn.Module) -> nn.Parameter:
-    """Return the first floating-point parameter of a layer: the weight, or the scales of int8
-    codes. The layer computes in this parameter's dtype."""
+    """Return the first floating-point parameter of a layer: the weight, or the scales of an int8
+    weight. The layer computes in this parameter's dtype."""
     return next(parameter for parameter in module.parameters() if parameter.is_floating_point())
 
 
@@ -476,12 +493,11 @@ def first_float_parameter(module: nn.Module) -> nn.Parameter:
 def compare_with_transformers(
     target: Target, decoder: KernelDecoder, context_length: int = 9, width: int = 5
 ) -> None:
-    """Compare each layer of our own decoder with Hugging Face's layer.
+    """Raise UnsupportedLayer for the first layer of our own decoder whose output differs from that
+    of Hugging Face's layer by more than rounding.
 
-    Two batch rows get a random context of `context_length` tokens, and then `width` random tokens
-    run through Hugging Face's layers. Each of our layers runs on the same input as its Hugging Face
-    counterpart. Raises UnsupportedLayer for the first layer whose outputs differ by more than
-    rounding.
+    Two batch rows get a random context of `context_length` tokens. Then `width` random tokens run
+    through Hugging Face's layers. Each of our layers runs on the same input as its counterpart.
     """
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(
@@ -516,23 +532,23 @@ def compare_with_transformers(
         actual, _ = layer.run(
             states, normed, decoder.final_norm, rotations[layer_type], masks[layer_type], layer_view
         )
-        # Only what the layer adds is compared, because the residual stream itself may be much
-        # larger.
+        # Compare only what the layer adds to the residual stream, because the residual stream
+        # itself may be much larger.
         if not equals_up_to_rounding(
             actual - states, expected - states, target.is_int8, float(states.norm())
         ):
             raise UnsupportedLayer(
-                f"layers with other outputs than our decoder's ({type(module).__name__})"
+                f"layers that compute other outputs than our decoder's ({type(module).__name__})"
             )
         states = expected
     last_normed = decoder.kernels.rms_norm(states, decoder.final_norm)
     if not equals_up_to_rounding(last_normed, last.flatten(0, 1), target.is_int8):
-        raise UnsupportedLayer("a final norm whose output differs from our decoder's")
+        raise UnsupportedLayer("a final norm that computes another output than our decoder's")
 
 
 def pad_token_ids(rows: list[list[int]], device: torch.device) -> torch.Tensor:
-    """Return the token ids of several batch rows as one tensor (B, Q) int64, padded on the right
-    with 0."""
+    """Return the token ids of several batch rows as one int64 tensor (num_rows, max_length), padded
+    on the right with 0."""
     width = max(map(len, rows))
     return torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
 
@@ -546,12 +562,12 @@ def tokenizer_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
 
 
 def parameter_aliases(module: nn.Module) -> list[torch.Tensor]:
-    """Return tensors that share the memory of a module's parameters and buffers. These tensors keep
-    the memory alive even after a parameter has been moved to other memory."""
+    """Return tensors that share memory with a module's parameters and buffers. They keep this
+    memory alive even after a parameter has been moved to other memory."""
     return [tensor.detach() for tensor in (*module.parameters(), *module.buffers())]
 
 
 def number_format_name(target: Target) -> str:
-    """Return the name of the number format of a target's weights for reports, such as "float32" or
+    """Return the number format of a target's weights as a name for reports, such as "float32" or
     "int8"."""
     return "int8" if target.is_int8 else str(target.dtype).removeprefix("torch.")

@@ -1,5 +1,5 @@
-"""Detection of changed weights, for example after an adapter was merged or a state dict was loaded.
-Copies of the weights must then be made again."""
+"""Detect changed weights, for example after an adapter was merged or a state dict was loaded. Data
+that were computed from the weights must then be computed again."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -8,22 +8,21 @@ from operator import attrgetter, is_
 import torch
 from torch import nn
 
-# number of values of each matrix that are compared with their earlier values
+# Number of values of each matrix that are compared with the snapshot.
 WATCHED_VALUES_PER_WEIGHT_MATRIX = 16
-# number of parameters whose identity and address are compared in every decoding round
+# Number of parameters whose identity and address are compared in every decoding round.
 WATCHED_PARAMETERS_CHECKED_PER_ROUND = 32
-get_version = attrgetter("_version")  # reads PyTorch's count of in-place writes to a tensor
+get_version = attrgetter("_version")  # returns how often a tensor was written to
 
 
 class WeightWatcher:
     """Detects that weights of a module were replaced, moved or written to.
 
     A write through `.data`, which is how peft merges adapters, changes neither a tensor's version
-    nor its address. Therefore values are compared too. All values of vectors (norms and biases) are
-    compared, since our own decoder works on copies of some vectors. Only a few values of each
-    matrix are compared. A write through `.data` that changes only other values of a matrix is not
-    detected. Our own decoder is still correct after such a write, because it reads matrices in
-    place.
+    nor its address. Therefore values are compared too: all values of vectors (norms and biases),
+    because our own decoder works on copies of some vectors, and a few values of each matrix. A
+    write through `.data` to other values of a matrix is not detected. Our own decoder stays
+    correct, because it reads matrices in place.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -31,8 +30,8 @@ class WeightWatcher:
         self.take_snapshot()
 
     def detect_changes(self) -> bool:
-        """Return whether weights have changed since the last snapshot. If they have, take a new
-        snapshot. On CUDA, this call waits for the GPU."""
+        """Return whether weights have changed since the last snapshot. If so, take a new snapshot.
+        On CUDA, this call waits for the GPU."""
         weights = list(self.module.parameters())
         same = len(weights) == len(self.weights) and all(map(is_, weights, self.weights))
         if same and not self.detect_changes_quickly() and get_addresses(weights) == self.addresses:
@@ -43,13 +42,12 @@ class WeightWatcher:
         return True
 
     def detect_changes_quickly(self) -> bool:
-        """Return whether the versions, identities or addresses of some parameters show a change of
-        the weights.
+        """Return whether a fast check of some weights finds a change.
 
-        The call is cheap enough for every decoding round, since it checks only a sample: the
-        version of the first parameter of each module, and the identity and address of a few
-        parameters. `detect_changes`, which is called when a sequence starts, detects the changes
-        that this method misses.
+        The check is cheap enough for every decoding round. It compares the version of the first
+        parameter of each module, and the identity and address of a few parameters.
+        `detect_changes`, which is called when a sequence starts, finds the changes that this check
+        misses.
         """
         if sum(map(get_version, self.versioned_weights)) != self.version_sum:
             return True
@@ -58,19 +56,20 @@ class WeightWatcher:
         return replaced or get_addresses(current) != self.checked_addresses
 
     def take_snapshot(self) -> None:
-        """Store the current weights as the ones that later calls compare with."""
+        """Store versions, addresses and sampled values of the current weights, with which later
+        calls compare."""
         self.weights = list(self.module.parameters())
         self.addresses = get_addresses(self.weights)
         self.values = sample_values(self.weights)
 
-        # For each module, the dictionary of its parameters and the name of the first one.
+        # One entry (parameters by name, name of the first parameter) for each module.
         entries = []
         for module in self.module.modules():
             names = [name for name, weight in module._parameters.items() if weight is not None]
             entries += [(module._parameters, name) for name in names[:1]]
         first_weights = [parameters[name] for parameters, name in entries]
         self.versioned_weights = [weight for weight in first_weights if not weight.is_inference()]
-        # The sum shows every change, because versions only increase.
+        # Versions only increase, so any change of a version changes the sum.
         self.version_sum = sum(map(get_version, self.versioned_weights))
 
         step = 1 + len(entries) // WATCHED_PARAMETERS_CHECKED_PER_ROUND
@@ -81,14 +80,13 @@ class WeightWatcher:
 
 def get_addresses(weights: Sequence[nn.Parameter | None]) -> list[int]:
     """Return the memory addresses of ordinary parameters. Subclasses of nn.Parameter are left out,
-    because other packages use them for sharded or quantised weights, whose memory may move at any
-    time."""
+    because other packages use them for sharded or quantised weights, whose memory may move."""
     return [weight.data_ptr() for weight in weights if type(weight) is nn.Parameter]
 
 
 def sample_values(weights: list[nn.Parameter]) -> list[torch.Tensor]:
-    """Return copies of all values of vectors and of some values of each matrix, concatenated into
-    one tensor per device and dtype. Subclasses of nn.Parameter are left out."""
+    """Return copies of all values of vectors and of some values of each matrix. The values are
+    concatenated to one tensor per device and dtype. Subclasses of nn.Parameter are left out."""
     samples_by_type = defaultdict(list)
     for weight in weights:
         if type(weight) is nn.Parameter and not weight.is_meta:
@@ -99,8 +97,8 @@ def sample_values(weights: list[nn.Parameter]) -> list[torch.Tensor]:
 
 
 def first_values_of_middle_row(weight: torch.Tensor) -> torch.Tensor:
-    """Return a view of a sample of a weight: the first values of the middle row of a matrix, or all
-    values of a vector."""
+    """Return a view of some values of a weight: all values of a vector, or the first values of the
+    middle row of a matrix."""
     if weight.ndim < 2:
         return weight.reshape(-1)
     for size in weight.shape[:-1]:
