@@ -213,7 +213,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_in_a_sentence(
 
     monkeypatch.setattr(checkpoints, "save_file", save_file)
     with pytest.raises(
-        RunAborted, match=r"^rolling-00000002 of .* could not be written: .*same command goes on"
+        RunAborted, match=r"^rolling-00000002 of .* could not be written: .*same command again"
     ) as raised:
         save_state(tmp_path / "run", 2)
     assert "\n" not in str(raised.value)
