@@ -226,7 +226,7 @@ def drop_embedding_and_head(
             drop_target_copies(drafter, target)
         except ValueError as error:
             raise ValueError(
-                f"format={format} cannot store the drafter's own embedding or head, but {error}"
+                f"format={format} cannot store an embedding or head of the drafter, but {error}"
             ) from error
     return drafter.state_dict()
 
