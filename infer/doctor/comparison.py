@@ -15,9 +15,9 @@ from infer.drafters.base import Drafter
 from infer.evaluation.results import AcceptanceCounts, AcceptanceReference
 from infer.targets.target import Target
 
-# A smaller ratio of the accepted to the expected draft tokens cannot be explained by rounding.
+# If the ratio of accepted to expected draft tokens is below this, rounding is not the reason.
 MIN_MEASURED_TO_EXPECTED_ACCEPTANCE = 0.95
-# A difference of more standard errors than this cannot be explained by chance.
+# If two acceptance rates differ by more standard errors than this, chance is not the reason.
 MAX_CHANCE_DIFFERENCE_STANDARD_ERRORS = 2
 
 

@@ -132,7 +132,7 @@ def request_answers(
     answers = []
     snapshots = [read_counters(client)]
     for reference_answer in reference.answers:
-        # The new salt prevents that the first request finds the prompt in the prefix cache.
+        # With a new salt, the first request does not find the prompt in the prefix cache.
         salt = {"cache_salt": uuid4().hex} if counters.supports_cache_salt else {}
         max_tokens = choose_num_tokens_to_request(reference_answer, reference)
         for _ in range(DOCTOR_REQUESTS_PER_PROMPT):

@@ -32,7 +32,8 @@ from infer.targets.target import Target
 # If the acceptance is low, a changed setting is named as the cause if it explains at least this
 # share of the difference between two measurements.
 MIN_EXPLAINED_ACCEPTANCE_LOSS_SHARE = 0.5
-# The same limit if the two measurements differ, but the acceptance is not low.
+# If the acceptance differs but is not low, a changed setting is named as the cause if it explains
+# at least this share of the difference between two measurements.
 MIN_EXPLAINED_SHARE_AT_NORMAL_ACCEPTANCE = 0.8
 # From this relative difference on, changed settings are tested although the acceptance is not low.
 MIN_RELATIVE_ACCEPTANCE_DIFFERENCE_TO_REPLAY = 0.01

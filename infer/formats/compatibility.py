@@ -26,11 +26,11 @@ from infer.formats.layouts import (
 )
 
 EMBEDDING_AND_HEAD_NAMES = {"embed_tokens.weight", "lm_head.weight", "d2t", "t2d"}
-# Layouts of DFlash drafters. All names of layouts are values of `CheckpointLayout.name` in
-# infer/drafters/dflash/layouts.py.
+# Layouts (config keys and tensor names) of DFlash drafters. All names of layouts are values of
+# `CheckpointLayout.name` in infer/drafters/dflash/layouts.py.
 DFLASH_LAYOUTS = ("dflash", "dflash2")
-# Layouts of DSpark drafters, which draft a token at every position of a block, also at the first
-# one, where the input is the bonus token.
+# Layouts (config keys and tensor names) of DSpark drafters. They draft a token at every position of
+# a block, also at the first one, where the input is the bonus token.
 DSPARK_LAYOUTS = ("DeepSpec", "SpecForge")
 VLLM_ENGINE = "vLLM (method dflash)"
 SGLANG_ENGINE = "SGLang (DFLASH)"
@@ -39,7 +39,7 @@ AUTHORS_ENGINE = "the DFlash authors' code"
 TRANSFORMERS_ENGINE = "transformers (speculation_type=dflash)"
 ANGELSLIM_ENGINE = "AngelSlim (dflash_benchmark.py)"
 # Engines for which every feature of the drafter is checked. transformers is not among them, because
-# it reads only its own layout.
+# it reads only drafters in its own format.
 ENGINES_CHECKED_KEY_BY_KEY = (
     VLLM_ENGINE,
     SGLANG_ENGINE,
@@ -47,7 +47,7 @@ ENGINES_CHECKED_KEY_BY_KEY = (
     AUTHORS_ENGINE,
     ANGELSLIM_ENGINE,
 )
-# Keys are engines, values are the layouts that an engine reads.
+# Keys are engines, values are the layouts (config keys and tensor names) that an engine reads.
 ENGINE_LAYOUTS = {
     VLLM_ENGINE: (*DFLASH_LAYOUTS, *DSPARK_LAYOUTS),
     SGLANG_ENGINE: (*DFLASH_LAYOUTS, *DSPARK_LAYOUTS),
@@ -56,15 +56,16 @@ ENGINE_LAYOUTS = {
     TRANSFORMERS_ENGINE: ("transformers",),
     ANGELSLIM_ENGINE: ("AngelSlim",),
 }
-# Keys are layouts. Values are the class names that vLLM and SGLang expect under `architectures` in
-# config.json.
+# Keys are layouts (config keys and tensor names of one project). Values are the class names that
+# vLLM and SGLang expect under `architectures` in config.json.
 LAYOUT_ARCHITECTURES = {
     "dflash": "DFlashDraftModel",
     "dflash2": "DFlash2DraftModel",
     "DeepSpec": "Qwen3DSparkModel",
 }
-# Optional features of drafters that a layout supports. Keys are layouts, values are the config.json
-# keys that turn the features on. Layouts that are not listed support none of them.
+# Optional features of drafters that a layout (config keys and tensor names of one project)
+# supports. Keys are layouts, values are the config.json keys that turn the features on. Layouts
+# that are not listed support none of these features.
 LAYOUT_FEATURE_KEYS = {
     "dflash2": ("selector_rank", "conv_kernel_size"),
     "DeepSpec": ("markov_rank", "sample_from_anchor"),

@@ -32,9 +32,8 @@ def find_export_limits(drafter: Drafter) -> dict[str, str]:
 
 
 def find_attention_limits(drafter: Drafter) -> dict[str, str]:
-    """Return those features that some export formats do not support, as `find_export_limits` does,
-    but only features of the drafted positions, the attention, and the target layers that are read.
-    """
+    """Return those features of the drafter's blocks, attention and input layers that some export
+    formats do not support. Keys are names of features, values describe them to the user."""
     family_config = drafter.family_config
     patterns = drafter.attention_patterns
     starts_at_anchor = family_config.get("sample_from_anchor")
@@ -82,7 +81,7 @@ def find_attention_limits(drafter: Drafter) -> dict[str, str]:
 
 def find_head_limits(drafter: Drafter) -> dict[str, str]:
     """Return those features of the drafter's conditional head that some export formats do not
-    support, in the form of `find_export_limits`."""
+    support. Keys are names of features, values describe them to the user."""
     family_config = drafter.family_config
     starts_at_anchor = family_config.get("sample_from_anchor")
     limits = {}

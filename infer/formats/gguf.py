@@ -27,7 +27,7 @@ def find_converter(converter: str | None) -> Path:
         if converter:
             reason = f"converter={converter} does not exist"
         raise ValueError(
-            f"format=gguf is written by llama.cpp's own converter, but {reason}; use "
+            f"format=gguf needs llama.cpp's converter script, but {reason}; use "
             f"converter=<folder of llama.cpp>/{GGUF_CONVERTER_SCRIPT_NAME}"
         )
     return Path(file)

@@ -82,7 +82,7 @@ def make_document_keys(tokens: np.ndarray, index: int, vocabulary: int, order: i
         if not 0 <= token < vocabulary:
             raise ValueError(
                 f"document {index} has token id {token}, outside the vocabulary of {vocabulary} "
-                "ids; use documents of this tokenizer"
+                "ids; tokenize the documents with the tokenizer of this vocabulary"
             )
     codes = np.pad((tokens + 1).astype(np.uint64), (0, order - 1))
     keys = np.zeros(len(tokens), np.uint64)

@@ -76,12 +76,12 @@ class TrieArrays(NamedTuple):
     """
 
     entries: np.ndarray  # (number of nodes,) uint32: last token and count of each node
-    # (inner_nodes + 1,) uint32: first child of each node, minus `base` of its group
+    # (inner_nodes + 1,) uint32: first child of each node, minus the entry of `base` for its group
     low: np.ndarray
     # (number of groups,) int64: first child of each group of 65,536 nodes
     base: np.ndarray
     overflow_nodes: np.ndarray  # int64, sorted: nodes whose counts do not fit into an entry
-    overflow_counts: np.ndarray  # int64: the counts of these nodes
+    overflow_counts: np.ndarray  # int64: the counts of the nodes in `overflow_nodes`
     count_bits: int  # number of low bits of an entry that hold the count
     vocabulary: int  # number of token ids
     inner_nodes: int  # number of nodes of all levels but the last; these nodes come first

@@ -61,7 +61,7 @@ class NGramRescorer(NamedTuple):
 
     trie: TrieArrays
     num_tokens: int  # number of tokens of the n-gram model's corpus
-    weight: float  # exponent of the n-gram probabilities
+    weight: float  # n-gram probabilities are raised to this power
     vocabulary: int  # the target's vocabulary size
     # number of rows of `log_prob_table` for each position after the first: one per candidate of the
     # previous position if probabilities depend on the previous token, else 1
@@ -69,19 +69,21 @@ class NGramRescorer(NamedTuple):
     sequence: np.ndarray  # (number of tokens,) int64: the tokens so far, with the bonus token
     # (positions, candidates) int64: token ids of the candidates, ascending at each position
     candidate_tokens: np.ndarray
-    sorted_columns: np.ndarray  # (positions, candidates) int64: columns of `candidate_tokens`
+    # (positions, candidates) int64: index of each of `candidate_tokens` in the drafter's own list
+    sorted_columns: np.ndarray
     # (1 + (positions - 1) * rows_per_position, candidates) float32: the drafter's log-probabilities
     # of the candidates. Row 0 is the first position; `get_table_row` gives the rows of the others.
     log_prob_table: np.ndarray
     # (positions, vocabulary) float32: the drafter's marginal log-probability of each token; or
     # (positions, 1): one log-probability for all tokens that n-grams add
     marginal_log_probs: np.ndarray
-    # Buffer, (nodes, max_children) int64: columns of a node's candidates, -1 for those that n-grams
-    # added. max_children is the number of candidates + MAX_NGRAM_CANDIDATES_ADDED_PER_NODE.
+    # Buffer, (nodes, maximum number of candidates) int64: index of each candidate in the drafter's
+    # list, -1 for candidates that n-grams added
     candidate_columns: np.ndarray
-    # Buffer, (nodes, order - 1) int64: trie nodes of the suffixes of the tree node's path
+    # Buffer, (nodes, order - 1) int64: trie nodes of the suffixes of the path to each tree node
     suffix_nodes: np.ndarray
-    # Buffer, (nodes, order, max_children) int64: the same for the path extended by each candidate
+    # Buffer, (nodes, order, maximum number of candidates) int64: trie nodes of the suffixes of the
+    # path to each tree node, extended by each candidate
     child_suffix_nodes: np.ndarray
     # Buffer, (nodes, MAX_NGRAM_PATH_SUFFIX_TOKENS) int64: last tokens of the path, newest first
     recent_tokens: np.ndarray
@@ -305,9 +307,9 @@ def score_node_children(
     """Compute the candidates for the next token after a node of the draft tree, and their scores.
 
     depth: depth of the node, 0 for the root. parent: the node's parent. child: the node's index
-    among the parent's candidates. tokens, log_q: (nodes, max_children); row `node` is filled with
-    the candidates' ids in ascending order and with their scores. After the last candidate, the
-    scores are NaN. (max_children is explained in `NGramRescorer`.)
+    among the parent's candidates. tokens, log_q: (nodes, maximum number of candidates); row `node`
+    is filled with the candidates' ids in ascending order, and with their scores. Unused entries of
+    log_q are NaN.
     """
     sequence = rescorer.sequence
     columns = rescorer.candidate_columns[node]

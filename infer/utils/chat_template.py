@@ -22,8 +22,8 @@ def convert_tool_arguments(tokenizer: Any, messages: list[dict], **options: obje
     """Convert the arguments of all tool calls in `messages` to the form that the tokenizer's chat
     template expects: objects or JSON text. Return the converted messages.
 
-    Objects are the default. JSON text is chosen if the template fails with objects or prints them
-    in Python's notation, and does so less often with JSON text.
+    Objects are the default. JSON text is chosen if the template raises an error for objects or
+    prints them in Python's notation, and this happens less often with JSON text.
 
     options: further arguments of `apply_chat_template`
     """

@@ -30,7 +30,7 @@ MAX_RUN_CONFIG_BYTES = 1 << 20
 def load_run_options(config: Any, chosen: set[str], options_class: type) -> dict[str, dict]:
     """Return the options that a command copies from the training run that saved its checkpoint.
 
-    config: the command's composed configuration
+    config: the configuration that Hydra has composed for the command
     chosen: the option names and groups that the user gave, which are never replaced
     options_class: the command's dataclass; its attribute OPTION_SECTIONS_TAKEN_FROM_RUN names the
         sections to copy, for example "target"

@@ -106,9 +106,7 @@ def read_limited_text(path: Path, max_bytes: int) -> str:
     """
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
-        raise UnreadableFileError(
-            f"{path.name} is a device, pipe or folder; a regular file is needed"
-        )
+        raise UnreadableFileError(f"{path.name} is a device, pipe or folder; give a regular file")
     if status.st_size > max_bytes:
         raise UnreadableFileError(
             f"{path.name} has {status.st_size} bytes, but at most {max_bytes} bytes are allowed"
@@ -166,7 +164,7 @@ def acquire_lock_file(lock_path: Path, output_name: str, option: str) -> TextIO:
 
 
 def fsync_path(path: Path) -> None:
-    """Wait until a file, or the list of a folder's entries, is on the disk."""
+    """Wait until a file's content, or a folder's list of entries, has been written to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -202,7 +200,8 @@ def find_changed_keys(saved: object, current: object, prefix: str = "") -> list[
 def refuse_changed_settings(
     saved: dict, current: dict, message: str, ignored_prefixes: tuple[str, ...] = ()
 ) -> None:
-    """Raise ValueError if the current settings differ from those with which an output was started.
+    """Raise ValueError if the current settings differ from those with which an output, such as the
+    folder of a training run, was started.
 
     saved: the settings that are stored with the output; secrets were replaced and are not compared
     current: the current settings

@@ -10,8 +10,8 @@ from typing import NoReturn
 from infer.utils.progress import HEARTBEAT
 
 EXIT_CODE_INTERRUPTED = 130  # 128 + SIGINT
-# Time between Ctrl-C and the end of the process by the watcher thread. In this time, Python's own
-# KeyboardInterrupt can end the process.
+# Time after Ctrl-C until the watcher thread ends the process. Python's own KeyboardInterrupt
+# usually ends the process before.
 INTERRUPT_GRACE_SECONDS = 1.5
 
 

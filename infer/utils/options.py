@@ -14,7 +14,8 @@ from typing import Any
 from infer.utils.checks import TEXT_OR_FILE_METADATA_KEY
 from infer.utils.files import read_limited_text
 
-NUMERIC_OPTION_ABSOLUTE_VALUE_BOUND = 2**62  # seeds and counts are 64-bit integers
+# Numbers up to this bound fit into 64-bit integers, also after small additions.
+NUMERIC_OPTION_ABSOLUTE_VALUE_BOUND = 2**62
 MAX_OPTION_TEXT_FILE_BYTES = 16 << 20
 # Groups of presets in conf/. If two presets set the same option, the preset of the later group
 # takes effect.

@@ -1,8 +1,8 @@
 """The checkpoints of a run. The folder of a checkpoint is either complete or absent.
 
     <run>/checkpoints/step-00000300/
-        drafter/        config.json and model.safetensors, in the public layout that serving engines
-                        read; also the file of n-grams, with count_ngrams=true
+        drafter/        config.json and model.safetensors, in the format that serving engines read;
+                        with count_ngrams=true, also the n-gram file
         state/          state.safetensors has the float32 weights and optimiser moments, unsharded;
                         manifest.json has the step, and the size and SHA-256 of every file of the
                         checkpoint

@@ -51,8 +51,8 @@ EVALUATION_FAILURE_FILE = "failed.txt"
 def evaluate_checkpoint(run: RunState, folder: Path, log: RunLog, is_last: bool) -> None:
     """Decode held-out prompts with a checkpoint's saved drafter, and write the results.
 
-    folder: the checkpoint's folder. is_last: true evaluates all prompt sets, as for the last
-    checkpoint. False evaluates only a part of the first prompt set, and also updates the run's
+    folder: the checkpoint's folder. is_last: true evaluates all sets of held-out prompts, as for
+    the last checkpoint. False evaluates only a part of the first set, and also updates the run's
     report.
 
     All processes must call this function together. Each process decodes a share of the prompts, and

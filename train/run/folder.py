@@ -333,9 +333,9 @@ def write_ngrams(
             with atomic_replace_file(out) as temporary:
                 shutil.copyfile(initial_ngrams, temporary)
             return
-        # `count_ngrams` is typed for lists of ids, and these documents are arrays.
+        # Typed as Any, because `count_ngrams` expects lists of ids, and the documents are arrays.
         documents: Any = iterate_documents(dataset)
-        # The digest is None only if there is no tokenizer, but the data were tokenised with it.
+        # Typed as Any, because the digest is None without a tokenizer; here there is always one.
         digest: Any = target.tokenizer_digest
         count_ngrams(
             documents,

@@ -43,9 +43,9 @@ class StepMetrics:
     """The metrics of one training step, combined over all processes. They are tensors on the
     device, so reading a value waits until the device has computed it."""
 
-    loss: torch.Tensor  # scalar: weighted mean of the loss per token, in nats
-    # (drafted positions per block,) for each position of a block, the fraction of tokens with a
-    # loss for which drafter and target choose the same token
+    loss: torch.Tensor  # scalar: weighted mean of the training loss per token, in nats
+    # of shape (drafted positions per block,): for each position, the share of training tokens for
+    # which drafter and target choose the same token
     agreement: torch.Tensor
     # scalar: how many draft tokens from the start of a block match the target's choice, plus one
     # for the bonus token; mean over blocks. This is the acceptance length on the training texts.
