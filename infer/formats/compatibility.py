@@ -274,8 +274,8 @@ def find_unsupported_features(config: dict, reading: ParsedConfig) -> EngineProb
 
 
 def find_last_layer_differences(reading: ParsedConfig) -> EngineProblems:
-    """Yield problems of drafters that read the output of the target's last layer. Some engines read
-    it before the final norm, others after it, and SGLang cannot read it.
+    """Yield the problems of engines with a drafter that reads the output of the target's last
+    layer. Some engines read it before the final norm, others after it, and SGLang cannot read it.
 
     reading: the parsed config of the drafter
     """

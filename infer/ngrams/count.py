@@ -5,9 +5,9 @@ The order is the number of tokens of the longest n-grams. Each position of a doc
 bits. A token is stored as its id plus 1, and 0 stands for a position after the end of the document.
 The keys are sorted. The distinct prefixes of k tokens are then the nodes on level k of the trie.
 
-Rare n-grams can be left out. Their prefixes are at least as frequent as they are, so the parent of
-a remaining n-gram always remains. Counts do not change, so Pr(token | context) stays the same or
-becomes 0. All keys are in memory, which takes about 40 bytes per token.
+Rare n-grams can be left out. A prefix of an n-gram is at least as frequent as the n-gram, so the
+parent of a remaining node always remains. Counts do not change, so Pr(token | context) stays the
+same or becomes 0. All keys are in memory, which takes about 40 bytes per token.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -21,9 +21,6 @@ The file is little endian, and its sections are aligned to 64 bytes:
     overflow_counts  int64: the counts of these nodes
 
 Files of earlier versions end with a table of CRC32 checksums, which is ignored.
-
-Letters in shapes: N number of nodes, O order (number of tokens of the longest n-grams), K number of
-tokens in a lookup, C number of tokens in a context.
 """
 
 import mmap
@@ -177,7 +174,7 @@ def write_ngram_file(
 
 
 def read_ngram_header(path: Path, file: BinaryIO) -> np.void:
-    """Read and check the header of an n-gram file.
+    """Read and check the header of an n-gram file. Return a record of NGRAM_FILE_HEADER_DTYPE.
 
     Raises ValueError if the file is not an n-gram file or has another version, if the header is
     damaged, or if the size of the file is not the one in the header.
@@ -373,8 +370,8 @@ def get_node_count(trie: TrieArrays, node: Int64) -> Int64:
 def find_children(
     trie: TrieArrays, node: Int64, sorted_tokens: np.ndarray, out: np.ndarray
 ) -> Int64:
-    """For each given token, find the child of a trie node whose last token it is. Return the number
-    of all children of the node.
+    """For each given token, find the child of a trie node that extends the node's n-gram by this
+    token. Return the number of all children of the node.
 
     sorted_tokens: (num_tokens,) int64, ascending. out: (num_tokens,) int64, filled with the child
     for each token, or -1 if there is no such child. Each search starts where the previous one
@@ -427,8 +424,8 @@ def extend_path(
     suffix_nodes: (order - 1,), the trie nodes of the path's suffixes, from `find_suffix_nodes`
     tokens: (K,) int64, the K tokens, ascending
     fallback_probabilities: (K,), for tokens that follow no suffix of the path in the corpus
-    child_suffix_nodes: (order, K), filled for each token: row k is the trie node of the last k + 1
-        tokens of the path extended by this token
+    child_suffix_nodes: (order, K), filled: row k has the trie nodes of the last k + 1 tokens of the
+        path extended by each of the K tokens
     probabilities: (K,), filled with the result
 
     The probability is count(context, token) / count(context) (DART section 4). The context is the

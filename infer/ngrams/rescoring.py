@@ -18,9 +18,8 @@ these nodes is replaced by one of its children. No context is looked up from the
 Arrays are copied in loops, element by element, since assignments to slices double the compilation
 time. Callers pass contiguous arrays of the same types, so that each search is compiled once.
 
-Letters in shapes: L drafted positions, K candidates per position, N nodes of the draft tree, T
-tokens of the sequence, V vocabulary size of the target. A candidate's column is its index in the
-drafter's list of candidates for a position. log q is the log-probability under the drafter.
+Names: a candidate's column is its index in the drafter's list of candidates for a position. log_q
+is a log-probability under the drafter.
 """
 
 from typing import NamedTuple
@@ -55,8 +54,7 @@ class NGramRescorer(NamedTuple):
     """The inputs and buffers of the search for the draft tree of one sequence, with n-gram scores.
 
     The buffers have one entry for each tree node. An entry is filled when the search opens the
-    node, that is, when it computes the candidates for the next token and their scores. A
-    candidate's column is its index on the last axis of `log_prob_table`.
+    node, that is, when it computes the candidates for the next token and their scores.
     """
 
     trie: TrieArrays
@@ -105,14 +103,15 @@ def find_path_matches(
     match_ends: np.ndarray,
     match_lengths: np.ndarray,
 ) -> Int64:
-    """Find where the last tokens of a path in the draft tree occur in the sequence. Return the
-    number of these places.
+    """Find where the last tokens of a path of the draft tree occur in the sequence. Return the
+    number of places.
 
-    sequence: (T,) int64, the tokens so far
+    sequence: int64, the tokens so far
     recent_tokens: (MAX_NGRAM_PATH_SUFFIX_TOKENS,), the last tokens of the path, newest first
-    match_ends: (T,), filled with the positions where the path's last token occurs, latest first
-    match_lengths: (T,), filled with how many tokens up to each of these positions match the end of
-        the path
+    match_ends: as long as `sequence`, filled with the positions where the path's last token occurs,
+        latest first
+    match_lengths: as long as `sequence`, filled with how many tokens up to each of these positions
+        match the end of the path
     """
     count = 0
     for end in range(len(sequence) - 2, -1, -1):
@@ -285,7 +284,8 @@ def fill_drafter_log_probs(
 
     tokens, columns: the candidates' ids, and their indices in the drafter's list of candidates, or
         -1 for candidates that n-grams added
-    previous_column: the same index for the path's last token
+    previous_column: index of the path's last token in the drafter's list for the position before,
+        or -1 if n-grams added this token
     """
     has_row = depth == 0 or previous_column >= 0 or rescorer.rows_per_position == 1
     for i in range(len(tokens)):
