@@ -76,8 +76,9 @@ def open_client(url: str) -> httpx.Client:
 
 
 def measure_engine(client: httpx.Client, reference: AcceptanceReference) -> EngineMeasurement:
-    """Send the prompts of a reference to an engine, and return its answers and how many draft
-    tokens it accepted.
+    """Send prompts to an engine, and return its answers and how many draft tokens it accepted.
+
+    reference: the prompts, and the acceptance that is expected for them
 
     Each prompt is sent twice. The second time, it is in the engine's prefix cache.
 
@@ -123,7 +124,9 @@ def measure_engine(client: httpx.Client, reference: AcceptanceReference) -> Engi
 def request_answers(
     client: httpx.Client, reference: AcceptanceReference, counters: EngineCounters
 ) -> tuple[list[dict], list[dict[str, float]]]:
-    """Send each prompt of a reference to an engine twice, and read its counters after each request.
+    """Send each prompt to an engine twice, and read the engine's counters after each request.
+
+    reference: the prompts, and the acceptance that is expected for them
 
     Returns the responses to the first request with each prompt, and the values of the counters
     before the first request and after every request (see `read_counters`).

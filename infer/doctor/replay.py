@@ -66,7 +66,7 @@ def compute_target_states(
     feature_layers: Sequence[FeatureLayer] = (),
 ) -> TargetStates:
     """Run the target once over each prompt with its answer. Return its hidden states in the given
-    layers, and how many answer tokens are its greedy choice.
+    layers, and the share of answer tokens that are its greedy choice.
 
     prompts, answers: token ids. feature_layers: the hidden states to return.
     """

@@ -45,12 +45,10 @@ if TYPE_CHECKING:
 
 
 def prepare_run(user_config: TrainConfig, device: torch.device, folder: Path) -> RunState:
-    """Load everything that training steps need. Resume from the newest undamaged checkpoint if
-    there is one.
+    """Load everything that training needs, from the newest undamaged checkpoint if there is one.
 
-    user_config: the options as `resolve_config` returns them. folder: the run's folder. Invalid
-    options raise an error before anything is written to the folder. The drafter's weights are
-    loaded before the DeepSpeed engine is built, and the optimiser's state after that.
+    user_config: the options as `resolve_config` returns them. folder: the run's folder, to which
+    nothing is written before all options have been checked.
     """
     # Load the frozen target and the training data. Set the options that depend on them.
     stored_features = StoredFeatures(user_config.features) if user_config.features else None
@@ -60,8 +58,7 @@ def prepare_run(user_config: TrainConfig, device: torch.device, folder: Path) ->
     dataset, example_counts = load_dataset(user_config, target, stored_features)
     config, memory_line = complete_config(user_config, target, dataset, device)
 
-    # Create the initial drafter. Raise an error if it does not fit the target, or if the stored
-    # hidden states (option `features`) were computed for another drafter.
+    # Create the initial drafter. It must fit the target and the stored hidden states, if any.
     drafter = create_drafter(config, target, dataset)
     if stored_features is not None:
         stored_features.check_dependencies(feature_dependencies(config, target, drafter.layer_ids))
