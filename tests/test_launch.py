@@ -241,7 +241,7 @@ def test_torchrun_ends_with_a_sentence_after_a_signal(monkeypatch, capsys, numbe
     assert (
         message.startswith(f"stopped by {name}: ")
         and message.count("\n") == 1
-        and "the same command goes on" in message
+        and "run the same command again" in message
     )
 
 

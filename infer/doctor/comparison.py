@@ -1,7 +1,8 @@
-"""Compares the acceptance of a drafter in our engine with the acceptance on its model card or in
-another engine, and decides whether a difference is significant.
+"""Compare two measurements of a drafter's acceptance (how many of its draft tokens are accepted),
+and decide whether the difference is significant.
 
-"Here" means in this process, with our engine.
+The acceptance that is computed in this process, with this project's engine, is called "local" or
+"here". It is compared with the acceptance on the drafter's model card or in another engine.
 """
 
 import math
@@ -14,25 +15,26 @@ from infer.drafters.base import Drafter
 from infer.evaluation.results import AcceptanceCounts, AcceptanceReference
 from infer.targets.target import Target
 
-# Rounding errors cannot explain it if the share of accepted to expected draft tokens is smaller.
+# If the ratio of accepted to expected draft tokens is below this, rounding is not the reason.
 MIN_MEASURED_TO_EXPECTED_ACCEPTANCE = 0.95
-# Chance cannot explain a difference of more standard errors than this.
+# If two acceptance rates differ by more standard errors than this, chance is not the reason.
 MAX_CHANCE_DIFFERENCE_STANDARD_ERRORS = 2
 
 
 @dataclass(frozen=True)
 class EngineMeasurement:
-    """The answers of an engine to the prompts of a reference, and the engine's acceptance.
+    """What an engine answered to the prompts of an `AcceptanceReference`, and how many draft tokens
+    it accepted.
 
     engine: name of the engine
     texts: texts of the answers
     answer_ids: token ids of the answers
     prompt_tokens: number of tokens of each prompt, as the engine reports it
     acceptance_by_answer: acceptance of each answer, or a single entry for all answers together
-    repeated_acceptance: the same when each prompt was sent a second time
+    repeated_acceptance: the same for the second request with each prompt
     drafts_per_round: mean number of draft tokens per round
-    incomparable_options: if the engine does not draft a whole block as a chain in each round, its
-        decoding options, because its acceptance cannot be compared then; else ""
+    incomparable_options: "" if the engine drafts one chain of a whole block per round. Otherwise
+        its acceptance cannot be compared, and this text lists its decoding options.
     """
 
     engine: str
@@ -47,13 +49,15 @@ class EngineMeasurement:
 
 @dataclass(frozen=True)
 class AcceptanceComparison:
-    """A comparison of the acceptance here with that on the drafter's card or in an engine.
+    """A comparison of the acceptance in this process with that on the drafter's model card, or with
+    that in another engine.
 
-    target_states: states of the target for the answers of the reference
-    local_acceptance: acceptance of each answer, measured here
-    compared_acceptance: acceptance on the card or in the engine, of each answer, or a single entry
-        for all answers together
-    engine: the measurement of the engine; None if the acceptance is compared with the card
+    reference: prompts and answers with which the acceptance is measured
+    target_states: the target's hidden states for the answers of the reference
+    local_acceptance: acceptance of each answer, computed in this process
+    compared_acceptance: acceptance of each answer on the card or in the other engine; or a single
+        entry for all answers together
+    engine: the measurement of the other engine; None if `compared_acceptance` is from the card
     """
 
     target: Target
@@ -66,15 +70,16 @@ class AcceptanceComparison:
 
     @property
     def is_comparable(self) -> bool:
-        """Whether both measurements drafted a whole block as a chain in each round."""
+        """Whether both measurements drafted one chain of a whole block in each round, so that their
+        acceptance can be compared."""
         return self.engine is None or not self.engine.incomparable_options
 
     @property
     def is_low(self) -> bool:
         """Whether the acceptance is significantly too low.
 
-        If an engine was measured, its acceptance is lower than here. Otherwise the acceptance here
-        is lower than on the card.
+        This means that the acceptance in the other engine is lower than in this process. If no
+        engine was measured, the acceptance in this process is lower than on the card.
         """
         if not self.is_comparable:
             return False
@@ -86,10 +91,10 @@ class AcceptanceComparison:
 
     @property
     def relative_difference(self) -> float:
-        """The difference of the counts of both measurements, relative to the counts here.
+        """The difference between the two measurements' numbers of rounds and accepted draft tokens
+        (`count_difference`), divided by the numbers of this process.
 
-        The counts are the numbers of rounds and of accepted draft tokens, see `count_difference`.
-        The difference is 0 if both engines use the drafter in the same way.
+        It is 0 if the drafter was used in the same way in both measurements.
         """
         if not self.is_comparable:
             return 0.0
@@ -99,9 +104,10 @@ class AcceptanceComparison:
 
     @property
     def target_agreement(self) -> float:
-        """The share of answer tokens that are the greedy choice of the target here.
+        """The share of the answers' tokens that are the greedy choice of the target, as computed in
+        this process.
 
-        The answers are those of the engine, or of the reference if no engine was measured.
+        The answers are those of the other engine, or of the reference if no engine was measured.
         """
         if self.engine is None:
             return self.target_states.agreement
@@ -110,7 +116,8 @@ class AcceptanceComparison:
 
 
 def is_significantly_lower(counts: AcceptanceCounts, expected: AcceptanceCounts) -> bool:
-    """Return whether fewer draft tokens are accepted than rounding and chance explain."""
+    """Return whether fewer draft tokens are accepted per round than expected, by more than rounding
+    and chance can explain."""
     standard_error = math.hypot(counts.standard_error, expected.standard_error)
     rounding_limit = MIN_MEASURED_TO_EXPECTED_ACCEPTANCE * expected.mean_accepted
     chance_limit = expected.mean_accepted - MAX_CHANCE_DIFFERENCE_STANDARD_ERRORS * standard_error
@@ -120,10 +127,11 @@ def is_significantly_lower(counts: AcceptanceCounts, expected: AcceptanceCounts)
 def count_difference(
     counts: Sequence[AcceptanceCounts], other_counts: Sequence[AcceptanceCounts]
 ) -> int:
-    """Return by how many rounds and accepted draft tokens two measurements differ.
+    """Return the sum of the absolute differences between two measurements, in their numbers of
+    rounds and of draft tokens accepted at each position.
 
-    If both have an entry for each answer, the differences of the answers are added up. Otherwise
-    the totals are compared.
+    If both lists have one entry per answer, the differences are computed for each answer. Otherwise
+    the totals of both lists are compared.
     """
     if len(counts) != len(other_counts):
         counts = [AcceptanceCounts.pool(counts)]

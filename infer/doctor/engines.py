@@ -1,7 +1,7 @@
-"""Measures the acceptance of a running engine over HTTP.
+"""Measure over HTTP how many draft tokens a running inference engine accepts.
 
-The prompts of an acceptance reference are sent to the engine, and its counters are read from
-/metrics. The counters include all requests, so nobody else may use the engine meanwhile.
+Prompts are sent to the engine, and the engine's counters of draft tokens are read from /metrics.
+The counters include the requests of all users, so nobody else may use the engine meanwhile.
 """
 
 import os
@@ -18,20 +18,23 @@ from infer.evaluation.results import AcceptanceCounts, AcceptanceReference, Refe
 
 ENGINE_CONNECT_TIMEOUT_SECONDS = 10
 ENGINE_READ_TIMEOUT_SECONDS = 600
-MAX_COUNTERS_BEYOND_BLOCK_SIZE = (
-    64  # counters are also read for this many positions after the block
-)
+# An engine may draft more tokens than the drafter's block has. Counters of accepted tokens are read
+# for this number of further positions.
+MAX_COUNTERS_BEYOND_BLOCK_SIZE = 64
 MAX_QUOTED_ENGINE_ERROR_CHARACTERS = 200
-DOCTOR_REQUESTS_PER_PROMPT = 2  # the second time, the prompt is in the engine's prefix cache
+# Each prompt is sent twice, because in the second request it is in the engine's prefix cache.
+DOCTOR_REQUESTS_PER_PROMPT = 2
 
 
 @dataclass(frozen=True)
 class EngineCounters:
-    """The names that an engine gives its counters on /metrics, without the suffix _total.
+    """The names of an engine's counters on /metrics, without the suffix _total.
 
-    accepted: has a label "position", which begins with 0
-    supports_cache_salt: whether requests may have the field `cache_salt`. A prompt is found in the
-        prefix cache only if it was cached with the same salt
+    engine: name of the engine
+    rounds, drafted: names of the counters of rounds and of draft tokens
+    accepted: name of the counter of accepted draft tokens, which has a label "position" (from 0)
+    supports_cache_salt: whether requests may have the field `cache_salt`. The engine then finds a
+        prompt in its prefix cache only if it was cached with the same salt.
     """
 
     engine: str
@@ -59,9 +62,8 @@ ACCEPTANCE_COUNTERS_OF_ENGINES = (
 
 
 def open_client(url: str) -> httpx.Client:
-    """Return an HTTP client for a server.
-
-    The API key in OPENAI_API_KEY or BLOCKDRAFT_API_KEY is sent if it is set.
+    """Return an HTTP client for an engine's server. The client sends the API key in the environment
+    variable OPENAI_API_KEY or BLOCKDRAFT_API_KEY, if there is one.
 
     url: address of the server, with or without /v1 at its end
     """
@@ -74,11 +76,14 @@ def open_client(url: str) -> httpx.Client:
 
 
 def measure_engine(client: httpx.Client, reference: AcceptanceReference) -> EngineMeasurement:
-    """Send the prompts of a reference to an engine, and return its answers and its acceptance.
+    """Send prompts to an engine, and return its answers and how many draft tokens it accepted.
+
+    reference: the prompts, and the acceptance that is expected for them
 
     Each prompt is sent twice. The second time, it is in the engine's prefix cache.
 
-    Raises ValueError if no engine answers, or if it has no known counters of accepted draft tokens.
+    Raises ValueError if no engine answers, or if its /metrics page has no counters of draft tokens
+    that are known.
     """
     try:
         counters = find_engine_counters(client, read_counters(client))
@@ -89,7 +94,8 @@ def measure_engine(client: httpx.Client, reference: AcceptanceReference) -> Engi
         answer_ids = [answer["choices"][0]["token_ids"] for answer in answers]
     except (httpx.HTTPError, LookupError, TypeError) as error:
         raise ValueError(
-            f"url={client.base_url}: no engine that this command knows answers there ({error!r})"
+            f"url={client.base_url}: no supported engine answers there ({error!r}); give the "
+            "address of a vLLM server or of a server of this project"
         ) from error
 
     acceptance = [
@@ -99,7 +105,8 @@ def measure_engine(client: httpx.Client, reference: AcceptanceReference) -> Engi
     rounds = sum(counts.rounds for counts in acceptance)
     if not rounds:
         raise ValueError(
-            f"url={client.base_url}: {counters.engine} counted no drafts: does it serve a drafter?"
+            f"url={client.base_url}: {counters.engine} counted no draft tokens; start it with the "
+            "drafter"
         )
     total = subtract_counters(snapshots[-1], snapshots[0])
     return EngineMeasurement(
@@ -117,16 +124,18 @@ def measure_engine(client: httpx.Client, reference: AcceptanceReference) -> Engi
 def request_answers(
     client: httpx.Client, reference: AcceptanceReference, counters: EngineCounters
 ) -> tuple[list[dict], list[dict[str, float]]]:
-    """Send each prompt of a reference twice.
+    """Send each prompt to an engine twice, and read the engine's counters after each request.
 
-    Returns the response to the first request of each prompt, and the values of the engine's
-    counters before the first request and after every request.
+    reference: the prompts, and the acceptance that is expected for them
+
+    Returns the responses to the first request with each prompt, and the values of the counters
+    before the first request and after every request (see `read_counters`).
     """
     model = client.get("/v1/models").json()["data"][0]["id"]
     answers = []
     snapshots = [read_counters(client)]
     for reference_answer in reference.answers:
-        # With a new salt, the first request cannot find the prompt in the prefix cache.
+        # With a new salt, the first request does not find the prompt in the prefix cache.
         salt = {"cache_salt": uuid4().hex} if counters.supports_cache_salt else {}
         max_tokens = choose_num_tokens_to_request(reference_answer, reference)
         for _ in range(DOCTOR_REQUESTS_PER_PROMPT):
@@ -136,25 +145,29 @@ def request_answers(
 
 
 def find_engine_counters(client: httpx.Client, values: Mapping[str, float]) -> EngineCounters:
-    """Return the counter names of the engine that reports the given counters on /metrics.
+    """Find out which engine reports the given counters on /metrics. Return the names of its
+    counters of draft tokens.
 
-    values: value of each counter
+    values: keys are the names of all counters that the engine reports
 
-    Raises ValueError for an engine without known counters of draft tokens.
+    Raises ValueError if none of the known engines has such counters.
     """
     for counters in ACCEPTANCE_COUNTERS_OF_ENGINES:
         if counters.rounds in values:
             return counters
     raise ValueError(
-        f"url={client.base_url}: /metrics tells of no drafts; known are vLLM "
-        "(--speculative-config) and ours"
+        f"url={client.base_url}: /metrics has no known counters of draft tokens. Start vLLM with "
+        "--speculative-config, or use a server of this project"
     )
 
 
 def describe_incomparable_options(options: Mapping[str, str], block_size: int) -> str:
-    """Return the decoding options of an engine that does not draft a whole block as a chain.
+    """Check whether an engine drafts one chain of a whole block per round, because only then its
+    acceptance can be compared.
 
-    Returns "" if it drafts a whole block as a chain, and if it does not report its options.
+    options: the engine's decoding options, see `read_decoding_options`
+
+    Returns "" if it does, or if it does not report its options; otherwise these options as text.
     """
     method = options.get("method")
     if method is None:
@@ -169,10 +182,13 @@ def describe_incomparable_options(options: Mapping[str, str], block_size: int) -
 def read_acceptance(
     counters: EngineCounters, values: Mapping[str, float], reference: AcceptanceReference
 ) -> AcceptanceCounts:
-    """Return the numbers of rounds and accepted draft tokens that an engine has counted.
+    """Return the numbers of rounds and of accepted draft tokens by position from an engine's
+    counters.
 
-    There is an entry for each position of a block, and for later positions up to the last one at
-    which a draft token was accepted.
+    values: by how much each counter has grown
+
+    The result has entries for the block_size - 1 drafted positions, and for further positions up to
+    the last one at which a draft token was accepted.
     """
     positions = range(reference.block_size + MAX_COUNTERS_BEYOND_BLOCK_SIZE)
     accepted = [round(values.get(f"{counters.accepted} {position}", 0)) for position in positions]
@@ -182,19 +198,15 @@ def read_acceptance(
 
 
 def choose_num_tokens_to_request(answer: ReferenceAnswer, reference: AcceptanceReference) -> int:
-    """Return how many tokens of an answer are requested from an engine.
-
-    The last block_size - 1 tokens of the reference answer are not requested, because rounds that
-    begin there are not counted in the reference.
-    """
+    """Return how many tokens of an answer to request from an engine: all tokens of the reference
+    answer but the last block_size - 1, because the reference does not count rounds that begin
+    there."""
     return max(1, len(answer.answer_ids) - reference.block_size + 1)
 
 
 def read_decoding_options(client: httpx.Client) -> dict[str, str]:
-    """Return the decoding options that a server of this project reports on /metrics.
-
-    Returns an empty dictionary for other engines.
-    """
+    """Return the decoding options that a server of this project reports on /metrics, such as
+    {"method": "chain"}. Return an empty dictionary for other engines."""
     for family in text_string_to_metric_families(client.get("/metrics").text):
         for sample in family.samples:
             if sample.name == "blockdraft_decoding_info":
@@ -203,10 +215,10 @@ def read_decoding_options(client: httpx.Client) -> dict[str, str]:
 
 
 def read_counters(client: httpx.Client) -> dict[str, float]:
-    """Return the value of each counter of an engine, with the counter's name as the key.
+    """Read all counters of an engine from /metrics. Return a dictionary from names to values.
 
-    The key of a counter for a position is "name position". The values of a counter for several
-    models or processes are added up.
+    If a counter has a label "position", the key is "<name> <position>". Values of the same counter
+    for several models or processes are added up.
     """
     values: dict[str, float] = {}
     for family in text_string_to_metric_families(client.get("/metrics").text):
@@ -220,7 +232,8 @@ def read_counters(client: httpx.Client) -> dict[str, float]:
 
 
 def subtract_counters(after: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
-    """Return by how much each counter has grown; counters that have not grown are left out."""
+    """Return by how much each counter has grown between two readings of all counters. Counters that
+    have not grown are left out."""
     growth = {name: value - before.get(name, 0) for name, value in after.items()}
     return {name: value for name, value in growth.items() if value > 0}
 
@@ -232,12 +245,14 @@ def request_answer(
     max_tokens: int,
     extra_fields: Mapping[str, str],
 ) -> dict:
-    """Send a reference prompt to an engine, and return the response.
+    """Send the prompt of a reference answer to an engine, and return the response as parsed JSON.
 
-    The response of vLLM and of our server includes the token ids of the answer.
-
+    model: name of the model on the server
+    answer: has the prompt
+    max_tokens: number of tokens to generate; the end-of-sequence token is ignored
     extra_fields: further fields of the request
 
+    The token ids of the answer are requested, too. vLLM and servers of this project return them.
     Raises ValueError if the engine refuses the prompt.
     """
     request = {
@@ -264,7 +279,8 @@ def request_answer(
 
 
 def read_answer_text(response: dict) -> str:
-    """Return the text of an answer in a response, with the reasoning before the content."""
+    """Return the answer's text from the response of an engine: the reasoning, if there is one,
+    followed by the content."""
     choice = response["choices"][0]
     message = choice.get("message") or {"content": choice.get("text")}
     reasoning = message.get("reasoning_content") or message.get("reasoning") or ""

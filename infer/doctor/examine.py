@@ -1,7 +1,9 @@
-"""Diagnoses why a drafter's acceptance is low.
+"""Diagnose why a drafter's acceptance (the number of accepted draft tokens per round) is low.
 
-The acceptance in our engine ("here") is compared with that on the drafter's model card and that of
-another engine. If there is a difference, the known causes (`infer.doctor.causes`) are tested.
+The acceptance in this process ("here") is compared with that on the drafter's model card, and with
+that in another engine. If there is a difference, known causes (`infer.doctor.causes`) are tested.
+
+Some causes are tested with variations: copies of the drafter with one changed setting.
 """
 
 from collections.abc import Callable
@@ -27,35 +29,37 @@ from infer.drafters.base import Drafter
 from infer.evaluation.results import AcceptanceCounts, AcceptanceReference
 from infer.targets.target import Target
 
-# A variation is named as the cause if it explains at least this share of a difference.
+# If the acceptance is low, a changed setting is named as the cause if it explains at least this
+# share of the difference between two measurements.
 MIN_EXPLAINED_ACCEPTANCE_LOSS_SHARE = 0.5
-# The same limit if acceptance is different but not low
+# If the acceptance differs but is not low, a changed setting is named as the cause if it explains
+# at least this share of the difference between two measurements.
 MIN_EXPLAINED_SHARE_AT_NORMAL_ACCEPTANCE = 0.8
-# If the relative difference is at least this, variations are replayed even if acceptance is not
-# low.
+# From this relative difference on, changed settings are tested although the acceptance is not low.
 MIN_RELATIVE_ACCEPTANCE_DIFFERENCE_TO_REPLAY = 0.01
 EVIDENCE_LABEL_WIDTH = 57
 
-# (label, acceptance) of every measurement
+# The measurements of a diagnosis as pairs (label, acceptance). The label is for the user.
 Evidence = list[tuple[str, AcceptanceCounts]]
 
 
 class VariationResult(NamedTuple):
-    """The acceptance of one variation of the drafter, and the cause that it tests."""
+    """The acceptance of a variation (a copy of the drafter with one changed setting), and the cause
+    that is tested with it."""
 
     cause: LowAcceptanceCause
     variation: DrafterVariation
-    acceptance: list[AcceptanceCounts]  # one entry for each answer
+    acceptance: list[AcceptanceCounts]  # one entry for each answer of the reference
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The result of an examination.
+    """Whether a drafter's acceptance is as expected, and if not, why.
 
     healthy: whether the acceptance is as high as expected
-    verdict: a sentence for the user
-    evidence: all measurements
-    cause: the cause of low acceptance; None if there is none or it is unknown
+    verdict: one or more sentences for the user
+    evidence: all measurements, with a label for each
+    cause: the cause of low acceptance; None if the acceptance is not low or the cause is unknown
     advice: what the user can do; None if the cause is None
     """
 
@@ -74,12 +78,13 @@ def diagnose_drafter(
     has_card: bool = True,
     checkpoint: str = "<drafter>",
 ) -> Diagnosis:
-    """Compare the acceptance on a drafter's card, here and in an engine, and return a diagnosis.
+    """Compute a drafter's acceptance in this process, compare it with that on the drafter's card
+    and in another engine, and return a diagnosis.
 
-    engine: the measurement of an engine; None if no engine was measured
-
-    has_card: whether the reference is from the drafter's card; False if it was measured just now
-        with this drafter
+    reference: prompts and answers with which the acceptance is measured
+    engine: the measurement of another engine; None if none was measured
+    has_card: true if the reference is from the drafter's model card; false if it was just measured
+        in this process
     checkpoint: the drafter's path, for commands in the advice
     """
     variations = list_variations(target, drafter)
@@ -129,7 +134,8 @@ def diagnose_drafter(
 def list_variations(
     target: Target, drafter: Drafter
 ) -> list[tuple[LowAcceptanceCause, DrafterVariation]]:
-    """Return (cause, variation) of all variations of all known causes."""
+    """Return pairs (cause, variation): each known cause with each variation that tests it. A
+    variation is a copy of the drafter with one changed setting."""
     return [
         (cause, variation)
         for cause in LOW_ACCEPTANCE_CAUSES
@@ -142,7 +148,12 @@ def diagnose_without_card(
     variation_results: list[VariationResult],
     evidence: Evidence,
 ) -> Diagnosis | None:
-    """Return a diagnosis if a variation accepts many more draft tokens, else None."""
+    """Diagnose a drafter without a model card. If one changed setting leads to many more accepted
+    draft tokens, return a diagnosis that names this setting, else None.
+
+    local_acceptance: acceptance of the drafter as it is. variation_results: acceptance with each
+    changed setting. evidence: measurements to include in the diagnosis.
+    """
     local = AcceptanceCounts.pool(local_acceptance)
     best = max(
         variation_results, key=lambda result: AcceptanceCounts.pool(result.acceptance).mean_accepted
@@ -169,11 +180,12 @@ def make_healthy_diagnosis(
     engine: EngineMeasurement | None,
     evidence: Evidence,
 ) -> Diagnosis:
-    """Return the diagnosis for a target and a drafter whose acceptance is as high as expected.
+    """Return the diagnosis for a drafter whose acceptance is as high as expected. If acceptance is
+    low after long contexts, the diagnosis says so.
 
-    If acceptance is low after long contexts, the diagnosis says so.
-
-    local: a comparison of the acceptance here with itself
+    local: the acceptance in this process, compared with itself
+    compared_names: names of the measurements with which it was compared, for the user
+    engine: the measurement of another engine, or None
     """
     local_acceptance = AcceptanceCounts.pool(local.local_acceptance)
     names = " and ".join(compared_names) or "no card, and no engine"
@@ -202,10 +214,13 @@ def diagnose_comparison(
     evidence: Evidence,
     names: dict[str, str],
 ) -> Diagnosis | None:
-    """Return the diagnosis of one comparison, or None if the acceptance is as high as expected.
+    """Find the cause of a difference between two measurements. Return a diagnosis, or None if the
+    acceptance is as high as expected.
 
-    replay_variations: replays all variations when it is first called
-    names: values of the placeholders in the advice
+    replay_variations: returns the acceptance of the drafter with each changed setting, which takes
+        time at the first call
+    evidence: measurements to include in the diagnosis
+    names: keys and values of the placeholders {checkpoint} and {target} in the advice
     """
 
     def format_advice(cause: LowAcceptanceCause, label: str) -> str:
@@ -249,7 +264,7 @@ def diagnose_comparison(
 
 
 def list_evidence(results: list[VariationResult]) -> Evidence:
-    """Return (label, acceptance) of replayed variations."""
+    """Return pairs (label, acceptance): one for each tested variation of the drafter."""
     evidence = []
     for result in results:
         label = f"{result.cause.name}: {result.variation.label}"
@@ -260,12 +275,16 @@ def list_evidence(results: list[VariationResult]) -> Evidence:
 def make_cause_diagnosis(
     cause: LowAcceptanceCause, verdict: str, evidence: Evidence, advice: str
 ) -> Diagnosis:
-    """Return the diagnosis that names a known cause."""
+    """Return a diagnosis of low acceptance that names a known cause.
+
+    verdict: how the cause was found, without a full stop; the name of the cause is put in front
+    """
     return Diagnosis(False, f"{cause.name.capitalize()}: {verdict}.", evidence, cause, advice)
 
 
 def format_diagnosis(diagnosis: Diagnosis) -> str:
-    """Return the verdict, the evidence and the advice of a diagnosis as text."""
+    """Format a diagnosis as text for the user: the verdict, a table of the measurements, and the
+    advice."""
     width = EVIDENCE_LABEL_WIDTH + 1
     lines = [
         diagnosis.verdict,

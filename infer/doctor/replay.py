@@ -1,11 +1,10 @@
-"""Computes how many draft tokens a drafter's chains have accepted along given answers, without
-decoding the answers again (see infer/evaluation/replay.py).
+"""Compute how many draft tokens would be accepted if given answers were decoded with a drafter.
+This is called a replay, because the answers are not decoded again (infer/evaluation/replay.py).
 
-The hidden states of the target are computed once. They are reused for every variation of the
-drafter, so that a variation costs only forward passes of the drafter.
+The hidden states of the target are computed once. They are reused for every variation (copy of the
+drafter with one changed setting), so that a variation costs only forward passes of the drafter.
 
-Letters in shapes: T is the number of tokens of a sequence, A tokens of the answer, F features per
-position, D the hidden size, V the vocabulary size.
+Letters in shapes: T number of tokens of a sequence, D hidden size, V vocabulary size.
 """
 
 from collections.abc import Sequence
@@ -22,11 +21,11 @@ from infer.targets.target import Target
 
 
 class FeatureLayer(NamedTuple):
-    """A hidden state of the target that the drafter reads as a feature.
+    """Names one of the target's hidden states that a drafter reads as input.
 
-    layer: id of the target layer whose output is read, from 0. The id after the last layer means
-        the output of the last layer after the final norm
-    normed: whether the output is read after the norm that follows the layer
+    layer: index, from 0, of the target layer whose output is read. The number of layers means the
+        output of the last layer after the final norm.
+    normed: whether the norm that follows the layer is applied to the output
     """
 
     layer: int
@@ -35,9 +34,11 @@ class FeatureLayer(NamedTuple):
 
 @dataclass(frozen=True)
 class TargetStates:
-    """The hidden states that the target computed for prompts and their answers.
+    """The hidden states that the target computes for prompts and their answers.
 
-    states: for each feature layer, the states of each sequence, of shape (T, D)
+    prompts, answers: token ids
+    states: keys are the layers that are read. Values are lists with one tensor per prompt and
+        answer, of shape (number of tokens, hidden_size).
     agreement: share of the answers' tokens that are the target's greedy choice
     """
 
@@ -48,10 +49,9 @@ class TargetStates:
 
 
 def find_next_norm(target: Target, layer: int) -> torch.nn.Module | None:
-    """Return the norm that follows a layer of the target.
-
-    Returns None if the next layer has no norm with the usual name.
-    """
+    """Return the norm module that is applied to the output of a target layer: `input_layernorm` of
+    the next layer, or the final norm after the last layer. Return None if there is none with this
+    name."""
     layers = cast(torch.nn.ModuleList, target.decoder.layers)
     if layer + 1 < len(layers):
         return getattr(layers[layer + 1], "input_layernorm", None)
@@ -65,15 +65,19 @@ def compute_target_states(
     answers: list[list[int]],
     feature_layers: Sequence[FeatureLayer] = (),
 ) -> TargetStates:
-    """Run the target once over prompts and their answers, and return its hidden states."""
+    """Run the target once over each prompt with its answer. Return its hidden states in the given
+    layers, and the share of answer tokens that are its greedy choice.
+
+    prompts, answers: token ids. feature_layers: the hidden states to return.
+    """
     layers = tuple(sorted({feature_layer.layer for feature_layer in feature_layers}))
     states: dict[FeatureLayer, list[torch.Tensor]] = {each: [] for each in feature_layers}
     is_target_choice = []
     for prompt, answer in zip(prompts, answers, strict=True):
         ids = [*prompt, *answer]
         cache = target.allocate_cache(1, len(ids))
-        # The same code as in decoding is used, because int8 quantisation amplifies the rounding
-        # differences of other code.
+        # Run the target with the same functions as in decoding. Other functions would round
+        # differently, and int8 quantisation would amplify the differences.
         with cache.add_rows(1) as row:
             output = target.extend_cache([ids], row, layers)
         features = output.context[0].chunk(len(layers) or 1, dim=-1)
@@ -88,7 +92,7 @@ def compute_target_states(
 
         logits = target.compute_logits(
             output.last_hidden_states[0, len(prompt) - 1 : -1]
-        ).float()  # (A, V)
+        ).float()  # (answer tokens, V)
         answer_ids = torch.tensor(answer, device=logits.device)
         answer_logits = logits.gather(1, answer_ids[:, None])[:, 0]
         is_target_choice += (logits.amax(-1) == answer_logits).tolist()
@@ -103,14 +107,18 @@ def replay_chains(
     feature_layers: Sequence[FeatureLayer],
     uncounted_tokens: int,
 ) -> list[AcceptanceCounts]:
-    """Replay chains along the answers, and return the acceptance of each answer.
+    """Compute how many draft tokens would be accepted in each round if the answers were decoded
+    with one chain per round. Return the counts for each answer.
 
-    feature_layers: the hidden states of the target that the drafter reads
-    uncounted_tokens: rounds that begin within this many last tokens of an answer are not counted
+    target_states: prompts, answers, and the target's hidden states for them
+    feature_layers: those hidden states that the drafter reads
+    uncounted_tokens: rounds that begin within the last `uncounted_tokens` tokens of an answer are
+        not counted
     """
     sequences = list(zip(target_states.prompts, target_states.answers, strict=True))
     states = [target_states.states[feature_layer] for feature_layer in feature_layers]
-    features = [torch.cat(each, dim=-1) for each in zip(*states, strict=True)]  # (T, F)
+    # one tensor per answer, of shape (T, number of feature layers * D)
+    features = [torch.cat(each, dim=-1) for each in zip(*states, strict=True)]
     chain = ReplayVariant("chain", drafter.block_size - 1)
     replayed = replay_sequences(target, drafter, sequences, [chain], features)
     counts = []

@@ -1,7 +1,7 @@
-"""Variations of a drafter, which have the same weights but differ in one setting.
+"""Variations of a drafter: copies with the same weights, but with one changed setting.
 
-If another engine accepts as many draft tokens as a variation, the engine probably uses the drafter
-with the setting of the variation.
+If another engine accepts as many draft tokens as a variation, the engine probably runs the drafter
+with the changed setting.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,17 +17,18 @@ from infer.targets.loading import load_int8_package
 from infer.targets.support import get_rope_parameters
 from infer.targets.target import Target
 
-# The rotary bases of Qwen2, Qwen3, Llama 3, Qwen3 with long context, and other models
+# rope_theta of common models, among them Qwen2, Qwen3, Llama 3, and Qwen3 with long context.
 COMMON_ROPE_THETAS = (10_000.0, 1_000_000.0, 500_000.0, 5_000_000.0, 10_000_000.0)
 DEFAULT_ROPE_THETA = 1e4
 
 
 @dataclass(frozen=True)
 class DrafterVariation:
-    """A drafter with one changed setting.
+    """A copy of a drafter with one changed setting.
 
-    label: the name and the value of the changed setting
-    feature_layers: the hidden states of the target that the drafter reads
+    label: name and value of the changed setting, for the user
+    drafter: the drafter; the original one if only `feature_layers` differs
+    feature_layers: the target's hidden states that the drafter gets as input
     """
 
     label: str
@@ -39,22 +40,23 @@ Variations = Iterator[DrafterVariation]
 
 
 def list_feature_layers(drafter: Drafter) -> list[FeatureLayer]:
-    """Return the hidden states of the target that a drafter reads."""
+    """Return which of the target's hidden states a drafter reads, in the order in which it
+    concatenates them."""
     return [FeatureLayer(layer) for layer in drafter.layer_ids]
 
 
 def copy_with_config(drafter: Drafter, family_keys: dict | None = None, **keys: object) -> Drafter:
-    """Return a copy of a drafter with the same weights and some changed keys of its config.json.
+    """Return a copy of a drafter with the same weights, but with changed values in its config.json.
 
-    family_keys: changed keys of the object of the drafter's family, such as dflash_config
-    keys: changed keys at the top level
+    family_keys: new values inside the object of the drafter's family, such as dflash_config
+    keys: new values at the top level of config.json
     """
     config = deepcopy(drafter.config)
     family_config = drafter.family_config | (family_keys or {})
     config.update({drafter.family.config_key: family_config} | keys)
     copy = type(drafter)(config)
     if drafter.quantised:
-        # The weights are replaced below, but quantisation needs finite numbers.
+        # Quantisation needs finite weights. They are replaced below by those of `drafter`.
         copy.init_weights(torch.Generator())
         load_int8_package().quantise_drafter(copy)
     copy.load_state_dict(drafter.state_dict())
@@ -63,12 +65,13 @@ def copy_with_config(drafter: Drafter, family_keys: dict | None = None, **keys: 
 
 
 def count_target_layers(target: Target) -> int:
-    """Return the number of layers of the target."""
+    """Return the number of decoder layers of the target."""
     return len(cast(torch.nn.ModuleList, target.decoder.layers))
 
 
 def vary_layers(target: Target, drafter: Drafter) -> Variations:
-    """Yield two variations that read every feature one layer earlier, or one layer later."""
+    """Yield two variations of a drafter: one reads all target hidden states one layer earlier, the
+    other one layer later. A variation is left out if the target has no such layer."""
     count = count_target_layers(target)
     for offset in (-1, 1):
         layers = [layer + offset for layer in drafter.layer_ids]
@@ -78,10 +81,11 @@ def vary_layers(target: Target, drafter: Drafter) -> Variations:
 
 
 def vary_norm(target: Target, drafter: Drafter) -> Variations:
-    """Yield a variation that reads features on the other side of a norm.
+    """Yield a variation of a drafter that reads the target's hidden states after a norm instead of
+    before it, or the other way round.
 
-    It reads features after the norm that follows their layer. If the drafter reads the output of
-    the last layer after the final norm, the variation reads it before that norm instead.
+    If the drafter reads the last layer after the final norm, the variation reads this layer before
+    the final norm. Otherwise the variation reads every layer's output after the next layer's norm.
     """
     count = count_target_layers(target)
     if count in drafter.layer_ids:
@@ -94,9 +98,10 @@ def vary_norm(target: Target, drafter: Drafter) -> Variations:
 
 
 def make_flag_variation(key: str) -> Callable[[Target, Drafter], Variations]:
-    """Return a function that yields a variation with the opposite value of a boolean option.
+    """Return a function for `LowAcceptanceCause.variations` that yields a copy of the drafter in
+    which a boolean option has the opposite value.
 
-    key: name of an option of the drafter's family
+    key: name of an option of the drafter's family, such as "causal"
     """
 
     def vary_flag(target: Target, drafter: Drafter) -> Variations:
@@ -113,7 +118,8 @@ def make_flag_variation(key: str) -> Callable[[Target, Drafter], Variations]:
 
 
 def vary_rope_theta(target: Target, drafter: Drafter) -> Variations:
-    """Yield variations with the rotary base of the target, and with those of common models."""
+    """Yield copies of a drafter with other values of rope_theta: that of the target, and those of
+    common models."""
     parameters = cast(dict, drafter.config.rope_parameters)
     target_theta = float(get_rope_parameters(target.config).get("rope_theta", DEFAULT_ROPE_THETA))
     for theta in dict.fromkeys([target_theta, *COMMON_ROPE_THETAS]):
@@ -125,10 +131,11 @@ def vary_rope_theta(target: Target, drafter: Drafter) -> Variations:
 
 
 def share_first_key_norm(target: Target, drafter: Drafter) -> Variations:
-    """Yield a variation that applies the first layer's key norm to the context keys of all layers.
+    """Yield a copy of a drafter in which all layers normalise the keys of the context with the
+    first layer's norm.
 
-    vLLM 0.32 does this on a CPU: its kernel `rms_norm` for the keys of all layers reads only the
-    first row of the norm weights.
+    vLLM 0.32 has this bug on CPUs: its kernel `rms_norm` normalises the keys of all layers at once,
+    and reads only the first layer's norm weights.
     """
     if drafter.config.num_hidden_layers <= 1 or "block_size" not in drafter.family_config:
         return
@@ -140,8 +147,8 @@ def share_first_key_norm(target: Target, drafter: Drafter) -> Variations:
         with_first_norm = deepcopy(attention)
         with_first_norm.k_norm = first_norm
 
-        # A keyword argument shows that keys and values of the context are computed, not those of
-        # the block.
+        # The drafter passes keyword arguments to this method only for the keys and values of the
+        # context, and none for those of the drafted block.
         def compute_keys_values(
             *states: torch.Tensor,
             attention: Any = attention,

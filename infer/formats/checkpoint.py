@@ -1,8 +1,9 @@
 """Load and save drafters. A drafter is stored as a folder with `config.json` and
 `model.safetensors`.
 
-Drafters are loaded from every layout that their family can read. They are saved in one layout per
-family; for DFlash, this is the public layout, which serving engines read.
+Several projects publish drafters, each with its own layout (config keys and tensor names). Drafters
+are loaded from every layout that their family can read. They are saved in one layout per family;
+for DFlash, this is the DFlash authors' layout, which serving engines read.
 """
 
 import json
@@ -24,18 +25,24 @@ from infer.targets.checks import check_finite
 from infer.targets.loading import load_int8_package
 from infer.utils.files import atomic_write
 
-NGRAM_FILE_NAME = "ngrams"  # optional n-gram file beside the weights; engines score trees with it
+# Optional file beside the weights: n-gram counts with which the scores of draft trees are improved.
+NGRAM_FILE_NAME = "ngrams"
 
 
 def save_drafter(config: Qwen3Config, weights: dict[str, torch.Tensor], folder: Path) -> None:
-    """Write a drafter's config.json and model.safetensors to `folder`. `config` is
-    `drafter.config`, and `weights` is `drafter.state_dict()` in any dtype."""
+    """Write a drafter's config.json and model.safetensors to `folder`.
+
+    config: `drafter.config`. weights: `drafter.state_dict()`, in any dtype.
+    """
     write_drafter_folder(build_public_config(config), weights, folder)
 
 
 def write_drafter_folder(config: dict, weights: dict[str, torch.Tensor], folder: Path) -> None:
-    """Write the folder of a drafter: `config` as config.json, and `weights` as model.safetensors
-    with digests (`infer.formats.integrity`). Both may be in any layout."""
+    """Write `config` to config.json and `weights` to model.safetensors in a drafter's folder, with
+    digests that detect damage (`infer.formats.integrity`).
+
+    Keys and tensor names are written as they are, so they may be those of any project.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     atomic_write(folder / "config.json", json.dumps(config, indent=2) + "\n")
     contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
@@ -50,25 +57,26 @@ def load_drafter(
     quantization: str = "none",
     sliding_window: int | None = None,
 ) -> Drafter | PromptLookup:
-    """Load a drafter from any layout that a drafter family can read.
+    """Load a drafter that was saved by this project or by another project whose config keys and
+    tensor names a drafter family can read.
 
     folder: a path or an id on the Hugging Face hub, see `find_drafter_folder`; or "lookup" for
         prompt lookup
     dtype: the dtype of the weights; None means the stored dtype
     device: the device of the weights
-    target_layers: the target's number of layers; needed if config.json does not store it and the
-        layout derives the feature layers from it, as DART's published layout does
+    target_layers: the target's number of layers; needed only for drafters, such as DART's published
+        ones, whose config.json does not list the target layers whose hidden states they read
     quantization: "none", or "int8" for int8 weights (`infer.int8_cpu`), which need float32 on the
         CPU
-    sliding_window: the maximum length of the attention window in positions, see
+    sliding_window: the drafter's attention reads at most this number of last positions, see
         `limit_attention_window`; None means no limit
 
     If the folder contains an n-gram file, its path is stored in the drafter's `ngram_path`. Warns
     if config.json was changed after the weights were saved.
 
     Raises FileNotFoundError if there is no drafter. Raises ValueError if int8 is not possible with
-    this dtype or device, if the sliding window is invalid, or if config keys or tensors are
-    missing, unknown, wrong or not finite; the message lists all of them.
+    this dtype or device, or if the sliding window is invalid. Also raises ValueError for config
+    keys or tensors that are missing, unknown, wrong or not finite, and lists all of them.
     """
     if str(folder) == PROMPT_LOOKUP_FAMILY.name:
         return PromptLookup()
@@ -98,7 +106,7 @@ def load_drafter(
     if sliding_window is not None:
         limit_attention_window(drafter, sliding_window)
     if quantization == "int8":
-        del weights  # frees memory for the quantisation
+        del weights  # the drafter has its own copy; free this memory before the quantisation
         load_int8_package().quantise_drafter(drafter)
     return drafter
 
@@ -106,11 +114,13 @@ def load_drafter(
 def open_checked_folder(
     folder: str | Path, target_layers: int | None
 ) -> tuple[DrafterFolder, ParsedConfig]:
-    """Open a drafter's folder, check it, and translate its config and the names of its tensors to
-    those of this project.
+    """Open a drafter's folder, check it, and translate its config keys and tensor names to those of
+    this project. Return the folder with the translated names, and the translated config.
 
-    Raises FileNotFoundError if there is no drafter, and ValueError with all problems of the folder.
-    Warns if config.json was changed after the weights were saved, or leaves something open.
+    folder: a path or an id on the Hugging Face hub. target_layers: see `load_drafter`.
+
+    Raises FileNotFoundError if there is no drafter, and ValueError with a list of all problems of
+    the folder. Warns if config.json was changed after the weights were saved, or is ambiguous.
     """
     opened = open_drafter_folder(folder)
     if not opened.config or not opened.tensors:
@@ -118,7 +128,10 @@ def open_checked_folder(
         if str(opened.path) == str(folder):
             subfolders = f" (the folder has no subfolder {' or '.join(DRAFTER_SUBFOLDERS)} either)"
         problems = "; ".join(opened.problems)
-        raise FileNotFoundError(f"{opened.path} contains no drafter: {problems}{subfolders}")
+        raise FileNotFoundError(
+            f"{opened.path} contains no drafter: {problems}{subfolders}; give the folder of a "
+            "drafter"
+        )
 
     reading = read_layout(opened, target_layers)
     problems = find_folder_problems(opened, reading)
@@ -126,8 +139,8 @@ def open_checked_folder(
         raise ValueError(f"{folder}: {'; '.join(problems)}")
     if opened.config_changed:
         warnings.warn(
-            f"{folder}/config.json was changed after the weights were saved; copy the folder "
-            "again unless you changed the file yourself",
+            f"{folder}/config.json was changed after the weights were saved; unless you changed "
+            "the file yourself, copy the folder again",
             stacklevel=3,
         )
     for doubt in reading.warnings:
@@ -136,26 +149,31 @@ def open_checked_folder(
 
 
 def check_draft_vocabulary(folder: str | Path, d2t: torch.Tensor, vocabulary_size: int) -> None:
-    """Raise ValueError unless `d2t` maps the draft tokens to different tokens of the vocabulary.
+    """Raise ValueError unless `d2t` maps all tokens of the drafter's reduced vocabulary to distinct
+    tokens of the target's vocabulary.
 
-    `d2t` (draft vocabulary size,) holds, for each draft token, the difference between the token's
-    id in the target's vocabulary and its number in the draft vocabulary.
+    folder: the drafter's folder, for the message
+    d2t: (draft_vocab_size,), the target's token id of each draft token, minus the draft token's
+        index
     """
     tokens = d2t.long() + torch.arange(len(d2t))
     is_inside = ((tokens >= 0) & (tokens < vocabulary_size)).all()
     if not is_inside or len(tokens.unique()) < len(tokens):
         raise ValueError(
             f"{folder}: d2t maps two draft tokens to the same target token, or one to an id "
-            f"outside the vocabulary (0 to {vocabulary_size - 1})"
+            f"outside the vocabulary (0 to {vocabulary_size - 1}); copy the drafter again"
         )
 
 
 def check_padded_vocabulary(folder: str | Path, d2t: torch.Tensor) -> None:
-    """Raise ValueError unless every entry of `d2t` is zero, so that `d2t` maps every token to
-    itself. Otherwise a drafter whose draft vocabulary is larger than the vocabulary (because it is
-    padded) cannot be loaded."""
+    """Check `d2t` of a drafter whose draft vocabulary is larger than the target's vocabulary,
+    because it has padding. Raise ValueError unless `d2t` is zero everywhere, which means that draft
+    token ids are the target's token ids.
+
+    folder: the drafter's folder, for the message
+    """
     if d2t.any():
         raise ValueError(
-            f"{folder}: draft_vocab_size is more than vocab_size, and d2t is not zero everywhere; "
-            "with such a draft_vocab_size, d2t must map every token to itself"
+            f"{folder}: draft_vocab_size is more than vocab_size, and d2t is not zero everywhere. "
+            "Such a drafter is supported only if d2t is zero, which maps every token to itself"
         )

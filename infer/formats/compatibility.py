@@ -1,10 +1,12 @@
 """Find out which inference engines would load a drafter's folder, and why others would not. Only
 config.json and the headers of the weight files are read, never a tensor.
 
-The requirements of the engines are taken from their source code of autumn 2026 (docs/formats.md).
-Some engines support architectures that this project's drafters do not have, such as biases,
-attention sinks and quantised weights. A drafter with such an architecture is nevertheless reported
-as a problem for every engine.
+The layout of a folder is the set of config keys and tensor names that one project uses. The
+requirements of the engines are taken from their source code of autumn 2026 (docs/formats.md).
+
+Some engines support drafters with features that this project does not have, such as biases,
+attention sinks and quantised weights. Such a drafter is reported as a problem for every engine,
+although some of them could load it.
 """
 
 import warnings
@@ -24,9 +26,11 @@ from infer.formats.layouts import (
 )
 
 EMBEDDING_AND_HEAD_NAMES = {"embed_tokens.weight", "lm_head.weight", "d2t", "t2d"}
-# The names of layouts are those of `CheckpointLayout.name` in infer/drafters/dflash/layouts.py.
+# Layouts (config keys and tensor names) of DFlash drafters. All names of layouts are values of
+# `CheckpointLayout.name` in infer/drafters/dflash/layouts.py.
 DFLASH_LAYOUTS = ("dflash", "dflash2")
-# Layouts of DSpark drafters, in which the slot of the bonus token drafts a token too.
+# Layouts (config keys and tensor names) of DSpark drafters. They draft a token at every position of
+# a block, also at the first one, where the input is the bonus token.
 DSPARK_LAYOUTS = ("DeepSpec", "SpecForge")
 VLLM_ENGINE = "vLLM (method dflash)"
 SGLANG_ENGINE = "SGLang (DFLASH)"
@@ -34,8 +38,8 @@ SPECULATORS_ENGINE = "speculators, and vLLM through it"
 AUTHORS_ENGINE = "the DFlash authors' code"
 TRANSFORMERS_ENGINE = "transformers (speculation_type=dflash)"
 ANGELSLIM_ENGINE = "AngelSlim (dflash_benchmark.py)"
-# Engines for which features of the drafter are compared with the layout. transformers is not among
-# them, because it reads only its own layout.
+# Engines for which every feature of the drafter is checked. transformers is not among them, because
+# it reads only drafters in its own format.
 ENGINES_CHECKED_KEY_BY_KEY = (
     VLLM_ENGINE,
     SGLANG_ENGINE,
@@ -43,7 +47,7 @@ ENGINES_CHECKED_KEY_BY_KEY = (
     AUTHORS_ENGINE,
     ANGELSLIM_ENGINE,
 )
-# Key: an engine. Value: the layouts that this engine reads.
+# Keys are engines, values are the layouts (config keys and tensor names) that an engine reads.
 ENGINE_LAYOUTS = {
     VLLM_ENGINE: (*DFLASH_LAYOUTS, *DSPARK_LAYOUTS),
     SGLANG_ENGINE: (*DFLASH_LAYOUTS, *DSPARK_LAYOUTS),
@@ -52,14 +56,16 @@ ENGINE_LAYOUTS = {
     TRANSFORMERS_ENGINE: ("transformers",),
     ANGELSLIM_ENGINE: ("AngelSlim",),
 }
-# Key: a layout. Value: the class name that vLLM and SGLang expect under `architectures`.
+# Keys are layouts (config keys and tensor names of one project). Values are the class names that
+# vLLM and SGLang expect under `architectures` in config.json.
 LAYOUT_ARCHITECTURES = {
     "dflash": "DFlashDraftModel",
     "dflash2": "DFlash2DraftModel",
     "DeepSpec": "Qwen3DSparkModel",
 }
-# Every layout can express a DFlash drafter without further features. Key: a layout that can express
-# further features. Value: the config.json keys that turn these features on.
+# Optional features of drafters that a layout (config keys and tensor names of one project)
+# supports. Keys are layouts, values are the config.json keys that turn the features on. Layouts
+# that are not listed support none of these features.
 LAYOUT_FEATURE_KEYS = {
     "dflash2": ("selector_rank", "conv_kernel_size"),
     "DeepSpec": ("markov_rank", "sample_from_anchor"),
@@ -69,18 +75,19 @@ LAYOUT_FEATURE_KEYS = {
     "speculators xpress": ("xpress_rank", "sample_from_anchor"),
     "AngelSlim": ("layer_fusion",),
 }
-# An iterator over problems. Each problem is a pair: the engines that have the problem, and a
-# sentence that describes the problem.
+# Iterator over problems. Each problem is a pair: the engines that have it, and a text about it.
 EngineProblems = Iterator[tuple[tuple[str, ...], str]]
 
 
 @dataclass(frozen=True)
 class EngineVerdict:
-    """The result of checking whether an engine would load a drafter's folder."""
+    """Whether an inference engine would load a drafter's folder, and if not, why."""
 
     engine: str
-    problems: list[str]  # reasons why the engine would not load the folder; empty if it would
-    reads_layout: bool = True  # whether the engine can read the layout of the folder
+    # why the engine would not load the folder, or would load it wrongly; [] if it would load it
+    problems: list[str]
+    # whether the engine reads folders with these config keys and tensor names at all
+    reads_layout: bool = True
 
     def __str__(self) -> str:
         if not self.problems:
@@ -90,10 +97,11 @@ class EngineVerdict:
 
 
 def check_engines(path: str | Path, target_layers: int | None = None) -> list[EngineVerdict]:
-    """Check for each engine, and last for this project, whether it would load a drafter.
+    """Check for each known inference engine whether it would load a drafter's folder. The last
+    result is for this project.
 
     path: the drafter's folder or its id on the Hugging Face hub, see `find_drafter_folder`
-    target_layers: the target's number of layers, which some layouts do not store
+    target_layers: the target's number of layers, needed if config.json does not contain it
 
     Raises FileNotFoundError if there is no folder.
     """
@@ -110,15 +118,15 @@ def check_engines(path: str | Path, target_layers: int | None = None) -> list[En
 
 
 def describe_export(verdicts: list[EngineVerdict]) -> str:
-    """Format the verdicts on an exported folder as text for the user.
+    """Format the results of `check_engines` for an exported folder as text for the user.
 
-    The first line lists the engines that would load the folder. It is followed by the engines that
-    read the folder's layout but would not load the folder, with the reasons. The last line lists
-    the engines that read other layouts.
+    The first line lists the engines that would load the folder. Then come the engines that read
+    such folders but would not load this one, with the reasons. The last line lists the engines that
+    need another export format.
     """
     loading = [verdict.engine for verdict in verdicts if not verdict.problems]
     refusing = [verdict for verdict in verdicts if verdict.problems and verdict.reads_layout]
-    # AngelSlim is left out, because this project cannot export to AngelSlim's layout.
+    # The line about other export formats leaves out AngelSlim, for which there is no export format.
     others = [
         verdict.engine
         for verdict in verdicts
@@ -131,8 +139,11 @@ def describe_export(verdicts: list[EngineVerdict]) -> str:
 
 
 def find_engine_problems(folder: DrafterFolder, reading: ParsedConfig, engine: str) -> list[str]:
-    """Return the reasons why an engine would not load a drafter's folder, or would load the drafter
-    but compute something else than this project; [] if there are none."""
+    """Return the reasons why an engine would not load a drafter's folder, or would compute
+    something else with the drafter than this project does. Return [] if there are none.
+
+    reading: the parsed config of the folder
+    """
     problems = [*folder.problems]
     layouts = ENGINE_LAYOUTS[engine]
     if reading.layout not in (*layouts, "none"):
@@ -159,14 +170,17 @@ def find_engine_problems(folder: DrafterFolder, reading: ParsedConfig, engine: s
 
 
 def get_nested_object(config: Mapping, key: str) -> dict:
-    """Return the object under `key` of a config; {} if there is none."""
+    """Return the dictionary that a config contains under `key`; {} if it contains none."""
     value = config.get(key)
     return value if type(value) is dict else {}
 
 
 def find_misplaced_keys(config: dict, reading: ParsedConfig) -> EngineProblems:
-    """Yield the problems of engines with keys of config.json that are missing or have another value
-    than the engine expects."""
+    """Yield a problem for each key of config.json that is missing where an engine reads it, or has
+    another value than the engine expects.
+
+    config: the content of config.json. reading: the same config, translated to this project's keys.
+    """
     dflash_config = get_nested_object(config, "dflash_config")
     speculators_config = get_nested_object(config, "speculators_config")
     architecture = (
@@ -211,7 +225,11 @@ def find_misplaced_keys(config: dict, reading: ParsedConfig) -> EngineProblems:
 
 
 def find_unsupported_features(config: dict, reading: ParsedConfig) -> EngineProblems:
-    """Yield the problems of engines with features of the drafter that the layout cannot express."""
+    """Yield a problem for each feature of the drafter, such as its conditional head, that engines
+    ignore in a config.json of this kind.
+
+    config: the content of config.json. reading: the same config, translated to this project's keys.
+    """
     family_config = reading.family_config
     head = find_head_spec(family_config)
     layout = reading.layout
@@ -256,8 +274,11 @@ def find_unsupported_features(config: dict, reading: ParsedConfig) -> EngineProb
 
 
 def find_last_layer_differences(reading: ParsedConfig) -> EngineProblems:
-    """Yield the problems of engines that read the target's last layer at another point than this
-    project does (before or after the final norm)."""
+    """Yield the problems of engines with a drafter that reads the output of the target's last
+    layer. Some engines read it before the final norm, others after it, and SGLang cannot read it.
+
+    reading: the parsed config of the drafter
+    """
     if reading.options["num_target_layers"] is None:
         return
     last_layer_features = reading.family_config.get("last_tap")
@@ -280,12 +301,14 @@ def find_last_layer_differences(reading: ParsedConfig) -> EngineProblems:
 
 
 def find_causality_differences(config: dict, reading: ParsedConfig) -> EngineProblems:
-    """Yield the problems of engines in which attention inside the block would be causal in other
-    layers than in this project.
+    """Yield a problem for each engine that would use causal attention inside the drafted block in
+    other layers than this project.
 
-    Each engine reads certain flags of config.json. The first flag that is set decides for all
+    An engine reads one or more flags of config.json. The first flag that is set decides for all
     layers. If no flag is set, layers with a sliding window are causal, and layers with full
     attention are not.
+
+    config: the content of config.json. reading: the same config, translated to this project's keys.
     """
     our_flag = reading.family_config.get("causal")
     dflash_config = get_nested_object(config, "dflash_config")
@@ -320,11 +343,13 @@ def find_causality_differences(config: dict, reading: ParsedConfig) -> EnginePro
 def find_engine_tensor_problems(
     folder: DrafterFolder, reading: ParsedConfig, engine: str
 ) -> list[str]:
-    """Return the problems of an engine with the tensors that are stored in the folder.
+    """Return the problems that an engine has with the tensors in a drafter's folder.
 
-    vLLM uses the embedding and the language model head that are stored in the folder. SGLang and
-    the authors' code use those of the target instead. This is no problem in DeepSpec's layout,
-    which stores copies of the target's.
+    vLLM uses the embedding and the language model head in the folder. SGLang and the DFlash
+    authors' code use those of the target, and ignore the ones in the folder. With drafters of
+    DeepSpec this makes no difference, because the folder then contains copies of the target's.
+
+    reading: the parsed config of the folder
     """
     has_reduced_vocabulary = "draft_vocab_size" in reading.options
     stored_names = EMBEDDING_AND_HEAD_NAMES & folder.tensors.keys()

@@ -1,7 +1,7 @@
-"""Export drafters to the layouts that other engines read.
+"""Export drafters to folders that other inference engines can load.
 
-An export is refused if the engines that read the layout would compute something else than this
-project computes with the drafter.
+An export is refused if the engines that load such folders would compute something else with the
+drafter than this project does.
 """
 
 from pathlib import Path
@@ -17,22 +17,23 @@ from infer.formats.checkpoint import write_drafter_folder
 from infer.targets.loading import load_config
 from infer.targets.target import Target
 
-# The maximum top_k of an exported selector head; engines store top_k * top_k scores per slot.
+# The maximum top_k of an exported selector head, which chooses among the top_k tokens of each
+# position. Engines store the scores of all top_k * top_k pairs of consecutive tokens.
 MAX_SELECTOR_TOP_K = 1024
 
 
 def find_export_limits(drafter: Drafter) -> dict[str, str]:
-    """Return the properties of a drafter that some export formats do not support.
+    """Return those features of a drafter that some export formats do not support.
 
-    Key: the name of the property, as in `ExportFormat.refused_features`. Value: a sentence that
-    describes the property to the user.
+    Keys are names of features, as in `ExportFormat.refused_features`. Values describe a feature to
+    the user.
     """
     return find_attention_limits(drafter) | find_head_limits(drafter)
 
 
 def find_attention_limits(drafter: Drafter) -> dict[str, str]:
-    """Return the properties for `find_export_limits` that concern the drafter's slots, its
-    attention and the target layers that it reads."""
+    """Return those features of the drafter's blocks, attention and input layers that some export
+    formats do not support. Keys are names of features, values describe them to the user."""
     family_config = drafter.family_config
     patterns = drafter.attention_patterns
     starts_at_anchor = family_config.get("sample_from_anchor")
@@ -79,8 +80,8 @@ def find_attention_limits(drafter: Drafter) -> dict[str, str]:
 
 
 def find_head_limits(drafter: Drafter) -> dict[str, str]:
-    """Return the properties for `find_export_limits` that concern the drafter's conditional
-    head."""
+    """Return those features of the drafter's conditional head that some export formats do not
+    support. Keys are names of features, values describe them to the user."""
     family_config = drafter.family_config
     starts_at_anchor = family_config.get("sample_from_anchor")
     limits = {}
@@ -114,8 +115,8 @@ def find_head_limits(drafter: Drafter) -> dict[str, str]:
             "are allowed, because engines store scores for all pairs of these tokens (set "
             "drafter.head.top_k, for example to 16)"
         )
-    # llama.cpp stores the top_k tokens of a slot and the scores of their top_k * top_k pairs in the
-    # memory of one hidden state.
+    # llama.cpp stores the top_k tokens of a position, and the scores of their top_k * top_k pairs
+    # with the tokens before, in a buffer of hidden_size values.
     if top_k * (top_k + 1) > hidden_size:
         max_top_k = int((hidden_size + 0.25) ** 0.5 - 0.5)
         limits["selector pairs"] = (
@@ -126,8 +127,8 @@ def find_head_limits(drafter: Drafter) -> dict[str, str]:
 
 
 def check_export(drafter: Drafter, format: str) -> None:
-    """Raise ValueError if `drafter` cannot be exported to the format `format`: the format's layout
-    cannot store the drafter, or engines would compute something else than this project."""
+    """Raise ValueError if `drafter` cannot be exported in the format `format`: because the format
+    cannot store the drafter, or because engines would compute something else than this project."""
     has_convolutions = bool(drafter.family_config.get("conv_kernel_size"))
     check_export_format(drafter.family, format, drafter.head_spec, has_convolutions)
     refused = drafter.family.formats[format].refused_features
@@ -143,15 +144,16 @@ def export_drafter(drafter: Drafter, format: str, target: Target | None, out: Pa
     """Write a drafter to the folder `out` in one of the export formats of its family.
 
     format: a key of `Family.formats`
-    target: required if the format stores the target's embedding and language model head, or if the
-        drafter has an embedding or a head of its own, which is then compared with the target's
+    target: required if the format includes the target's embedding and language model head, or if
+        the drafter has its own embedding or head, which is then compared with the target's
 
-    Raises ValueError as `check_export` does, and if the target is required and None.
+    Raises ValueError if the drafter cannot be exported in this format (`check_export`), and if
+    `target` is required and None.
     """
     check_export(drafter, format)
     family_config = drafter.family_config
     if format == "gguf":
-        # Write a layout that llama.cpp's converter reads; `convert_to_gguf` runs the converter.
+        # Write a format that llama.cpp's converter reads. `convert_to_gguf` runs it afterwards.
         if family_config.get("sample_from_anchor") or family_config.get("markov_rank"):
             source_format = "dspark"
         elif drafter.head_spec is None:
@@ -166,14 +168,14 @@ def export_drafter(drafter: Drafter, format: str, target: Target | None, out: Pa
     else:
         weights = drop_embedding_and_head(drafter, target, format)
     config = build_public_config(drafter.config)
-    # Engines that do not support reduced vocabularies use the target's whole language model head
-    # instead.
+    # The engines of this format do not support reduced vocabularies. They let the drafter use the
+    # target's whole language model head.
     if "reduced vocabulary" in export_format.refused_features:
         config.pop("draft_vocab_size", None)
         weights.pop("d2t", None)
     causal = family_config.get("causal")
     if causal is not None and not export_format.stores_embedding_and_head:
-        # The engines that read these formats look for this flag under different keys.
+        # Write the flag under two keys, because the engines of these formats read different ones.
         config["is_causal"] = causal
         config[drafter.family.config_key] |= {"causal_head": causal}
     write = drafter.export_writers[format]
@@ -183,8 +185,11 @@ def export_drafter(drafter: Drafter, format: str, target: Target | None, out: Pa
 def add_embedding_and_head(
     drafter: Drafter, target: Target | None, format: str
 ) -> dict[str, torch.Tensor]:
-    """Return the drafter's tensors together with the embedding and the language model head that the
-    drafter uses. Raises ValueError if `target` is None."""
+    """Return the drafter's tensors, with the target's embedding and language model head added if
+    the drafter has none of its own. Raises ValueError if `target` is None.
+
+    format: the export format, for the message
+    """
     if target is None:
         raise ValueError(
             f"format={format} stores the target's embedding and head: set target.path to the target"
@@ -202,7 +207,10 @@ def add_embedding_and_head(
 def drop_embedding_and_head(
     drafter: Drafter, target: Target | None, format: str
 ) -> dict[str, torch.Tensor]:
-    """Return the drafter's tensors without an embedding and a language model head.
+    """Return the drafter's tensors without embedding and language model head, for a format in which
+    engines use those of the target.
+
+    format: the export format, for the message
 
     Raises ValueError if the drafter has an embedding or a head that differs from the target's, or
     that cannot be compared because `target` is None.
@@ -217,14 +225,14 @@ def drop_embedding_and_head(
             drop_target_copies(drafter, target)
         except ValueError as error:
             raise ValueError(
-                f"format={format} stores neither an embedding nor a head, but {error}"
+                f"format={format} cannot store an embedding or head of the drafter, but {error}"
             ) from error
     return drafter.state_dict()
 
 
 def require_base_model_sizes(name: str, drafter: Drafter) -> str | None:
-    """Check that the base model of a model card can be the drafter's target: that it has the same
-    hidden size, number of layers and vocabulary size.
+    """Check that the base model named on a drafter's model card can be the drafter's target. Hidden
+    size, number of layers and vocabulary size are compared.
 
     name: the base model, a path or an id on the Hugging Face hub
 
@@ -246,13 +254,17 @@ def require_base_model_sizes(name: str, drafter: Drafter) -> str | None:
     ]
     if wrong:
         raise ValueError(
-            f"base_model={name} is not the target of this drafter: it has {'; '.join(wrong)}"
+            f"base_model={name} is not the target of this drafter: it has {'; '.join(wrong)}. Give "
+            "the model for which the drafter was trained"
         )
     return None
 
 
 def get_target_sizes(config: PretrainedConfig) -> dict[str, int | None]:
-    """Return the hidden size, the number of layers and the vocabulary size of a target. `config` is
-    the config of the target, or the config of a drafter for this target."""
+    """Return the hidden size, the number of layers and the vocabulary size of a target, with the
+    keys hidden_size, layers and vocab_size.
+
+    config: the config of the target, or of a drafter that was trained for the target
+    """
     layers = vars(config).get("num_target_layers", config.num_hidden_layers)
     return {"hidden_size": config.hidden_size, "layers": layers, "vocab_size": config.vocab_size}

@@ -1,5 +1,5 @@
-"""Find a drafter's folder, and read its config.json and the headers of its weight files. Tensors
-are loaded later, by `DrafterFolder.load`."""
+"""Find a drafter's folder, locally or on the Hugging Face hub, and read its config.json and the
+headers of its weight files. The tensors are loaded later, by `DrafterFolder.load`."""
 
 import json
 import re
@@ -16,18 +16,18 @@ from infer.targets.loading import EMBEDDED_TARGET_FOLDER
 from infer.utils.files import json_digest, read_limited_text
 
 MAX_JSON_BYTES = 64 << 20
-# Where the drafter is inside the folder of a training checkpoint, and inside the folder of a
-# training run.
+# Path of the drafter within the folder of a training checkpoint, and within that of a training run.
 DRAFTER_SUBFOLDERS = ("drafter", "checkpoints/best/drafter")
-# Drafters that are part of this repository. Key: the target's name. Value: the drafter's folder.
+# Drafters that are part of this repository. Keys are the targets' names, values the folders.
 BUNDLED_DRAFTERS = {
     "embedded": EMBEDDED_TARGET_FOLDER,
     "smollm2": EMBEDDED_TARGET_FOLDER.parent / "smollm2",
 }
 WEIGHTS_FILE_NAME = "model.safetensors"
 WEIGHTS_INDEX_NAME = "model.safetensors.index.json"
-# The weight of an `Int8Linear` is stored as three tensors, named INT8_TENSOR_NAMES. `DrafterFolder`
-# describes them as one `StoredTensor` with the dtype INT8_DTYPE and the name of the first tensor.
+# The weight of an `Int8Linear` is stored as three tensors: int8 values, a scale per output, and a
+# factor per input. `DrafterFolder` lists them as one `StoredTensor` that has the dtype INT8_DTYPE
+# and the name of the int8 values.
 INT8_DTYPE = "codes"
 INT8_TENSOR_NAMES = ("codes", "scales", "smooth")
 INT8_STORED_DTYPES = ["I8", "F32", "F32"]
@@ -35,16 +35,20 @@ INT8_STORED_DTYPES = ["I8", "F32", "F32"]
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """The description of a stored tensor, from the header of its safetensors file."""
+    """Name, dtype and shape of a tensor in a safetensors file. The tensor itself is not loaded."""
 
     file: Path
-    name: str  # the name in the file
-    dtype: str  # F32, BF16, I64, BOOL, ...; INT8_DTYPE for the weight of an `Int8Linear`
+    name: str  # name of the tensor in the file
+    # F32, BF16, I64, BOOL, ..., as safetensors writes it; INT8_DTYPE for the weight of an
+    # `Int8Linear`
+    dtype: str
     shape: tuple[int, ...]
-    rows: int | None = None  # only this number of first rows is loaded; None means all rows
+    # load only this number of rows from the start of the tensor; None means all rows
+    rows: int | None = None
 
     def load(self, opened: Any) -> torch.Tensor:
-        """Load the tensor. `opened` is the tensor's file, opened by `safe_open`."""
+        """Load the tensor. `opened` is the tensor's file, opened by `safe_open`. The weight of an
+        `Int8Linear` is dequantized."""
         if self.rows is not None:
             return opened.get_slice(self.name)[: self.rows]
         if self.dtype != INT8_DTYPE:
@@ -56,16 +60,17 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class DrafterFolder:
-    """The content of a drafter's folder."""
+    """The content of a drafter's folder: its config, and the names and shapes of its tensors, which
+    are loaded only by `load`."""
 
     path: Path
-    config: dict
-    tensors: dict[str, StoredTensor]  # by the tensor's name
+    config: dict  # content of config.json; {} if the file cannot be read
+    tensors: dict[str, StoredTensor]  # keys are the tensors' names
     problems: list[str]  # sentences that describe missing, unreadable and unexpected files
     config_changed: bool = False  # whether config.json was changed after the weights were saved
 
     def load(self, names: set[str]) -> dict[str, torch.Tensor]:
-        """Load the tensors with these names into CPU memory.
+        """Load the tensors with the given names into CPU memory.
 
         Raises ValueError if the weights in a file were changed after they were saved.
         """
@@ -85,15 +90,19 @@ class DrafterFolder:
         return weights
 
     def rename_tensors(self, new_names: Mapping[str, str]) -> "DrafterFolder":
-        """Return the folder with renamed tensors. `new_names` maps old names to new names; other
-        tensors keep their names."""
+        """Return a copy of this object in which tensors have new names. Nothing changes on disk.
+
+        new_names: keys are old names, values are new names; other tensors keep their names
+        """
         tensors = {new_names.get(name, name): tensor for name, tensor in self.tensors.items()}
         return replace(self, tensors=tensors)
 
     def remove_padding(self, padded_rows: int | None, vocabulary_size: int) -> "DrafterFolder":
-        """Remove padding rows: of each tensor with `padded_rows` rows, keep only the first
-        `vocabulary_size` rows. Return the changed folder, or this folder if `padded_rows` is
-        None."""
+        """Return a copy of this object in which the vocabulary has no padding. Of each tensor with
+        `padded_rows` rows, only the first `vocabulary_size` rows will be loaded.
+
+        padded_rows: size of the padded vocabulary; None if there is no padding
+        """
         if padded_rows is None:
             return self
         tensors = dict(self.tensors)
@@ -105,11 +114,14 @@ class DrafterFolder:
 
 
 def find_drafter_folder(path: str | Path) -> Path:
-    """Return the local folder that contains a drafter's config.json and weights.
+    """Return the local folder with a drafter's config.json and weights, downloading it if needed.
 
-    path: this folder, the folder of a training checkpoint, the folder of a training run (the run's
-        best checkpoint is used), a name in BUNDLED_DRAFTERS, or an id on the Hugging Face hub (the
-        JSON and safetensors files are downloaded)
+    `path` may be one of the following:
+    - the folder itself
+    - the folder of a training checkpoint
+    - the folder of a training run, which stands for its best checkpoint
+    - a name in BUNDLED_DRAFTERS
+    - an id on the Hugging Face hub; JSON and safetensors files are downloaded
 
     Raises FileNotFoundError if there is no such folder.
     """
@@ -122,7 +134,8 @@ def find_drafter_folder(path: str | Path) -> Path:
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(path)):
         raise FileNotFoundError(
             f"{path} is neither a folder nor an id on the Hugging Face hub: use "
-            "checkpoint=<folder of a drafter>, or checkpoint=lookup, which needs no drafter"
+            "checkpoint=<folder of a drafter>, or checkpoint=lookup (prompt lookup), which needs "
+            "no drafter"
         )
     from huggingface_hub import snapshot_download
 
@@ -138,8 +151,10 @@ def find_drafter_folder(path: str | Path) -> Path:
 def open_drafter_folder(path: str | Path) -> DrafterFolder:
     """Read config.json and the headers of the weight files of a drafter's folder.
 
-    `path` is described in `find_drafter_folder`. Raises FileNotFoundError if there is no folder.
-    Other problems are listed in the result.
+    path: a folder or an id on the Hugging Face hub, see `find_drafter_folder`
+
+    Raises FileNotFoundError if there is no folder. All other problems are listed in the field
+    `problems` of the result.
     """
     folder = find_drafter_folder(path)
     problems: list[str] = []
@@ -169,8 +184,8 @@ def open_drafter_folder(path: str | Path) -> DrafterFolder:
 
 
 def _read_json_object(file: Path, problems: list[str]) -> dict:
-    """Return the object in a JSON file. If the file cannot be read, add a sentence to `problems`
-    and return {}."""
+    """Read a JSON file whose content is an object. If this fails, add a sentence to `problems` and
+    return {}."""
     try:
         content = json.loads(read_limited_text(file, MAX_JSON_BYTES))
         if type(content) is dict:
@@ -185,7 +200,8 @@ def _read_json_object(file: Path, problems: list[str]) -> dict:
 
 def _list_weight_files(folder: Path, problems: list[str]) -> list[str]:
     """Return the names of the folder's weight files: model.safetensors if it exists, or else the
-    files that the index names. Add a sentence to `problems` for each missing file."""
+    files listed in model.safetensors.index.json. Add a sentence to `problems` for each file that is
+    missing."""
     if (folder / WEIGHTS_FILE_NAME).is_file():
         return [WEIGHTS_FILE_NAME]
     if not (folder / WEIGHTS_INDEX_NAME).is_file():
@@ -198,7 +214,7 @@ def _list_weight_files(folder: Path, problems: list[str]) -> list[str]:
 
     file_names = []
     for file_name in sorted({str(file_name) for file_name in weight_map.values()}):
-        # The pattern rejects paths that lead out of this folder.
+        # The pattern allows no slashes, so that the index cannot name files outside this folder.
         is_safe = re.fullmatch(r"[\w-][\w.-]*\.safetensors", file_name)
         if is_safe and (folder / file_name).is_file():
             file_names.append(file_name)
@@ -211,10 +227,10 @@ def _list_weight_files(folder: Path, problems: list[str]) -> list[str]:
 
 
 def find_other_weights(folder: Path, file_names: list[str]) -> list[str]:
-    """Return the names of safetensors files that are not among `file_names`.
+    """Return the safetensors files in a folder and its direct subfolders that are not in
+    `file_names`, as paths relative to the folder.
 
-    The files in the folder and in its direct subfolders are searched. A subfolder with a
-    config.json contains another model and is skipped.
+    A subfolder with a config.json is skipped, because it contains another model.
     """
     other_names = []
     for path in (*folder.glob("*.safetensors"), *folder.glob("*/*.safetensors")):
@@ -226,10 +242,11 @@ def find_other_weights(folder: Path, file_names: list[str]) -> list[str]:
 
 
 def _read_header(file: Path, problems: list[str]) -> tuple[dict[str, StoredTensor], str | None]:
-    """Return the tensors of a weight file by name, and the stored digest of the config.json with
-    which the file was saved, None if no digest is stored.
+    """Read the header of a weight file.
 
-    If the file cannot be read, add a sentence to `problems` and return no tensors.
+    Returns the file's tensors (keys are their names), and the digest of the config.json with which
+    the file was saved, or None if the file has no digest. If the file cannot be read, a sentence is
+    added to `problems`, and ({}, None) is returned.
     """
     try:
         with safe_open(file, "pt") as opened:
@@ -246,10 +263,11 @@ def _read_header(file: Path, problems: list[str]) -> tuple[dict[str, StoredTenso
 
 
 def _merge_int8_tensors(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Replace the three stored tensors of each `Int8Linear` by one entry for the layer's weight.
+    """Replace the three stored tensors of each `Int8Linear` (int8 values, scales, input factors) by
+    one entry for the layer's weight. Keys of the dictionaries are names of tensors.
 
-    The tensors of a layer stay as they are if one of them is missing or has the wrong dtype or
-    shape.
+    If one of the three is missing or has the wrong dtype or shape, the layer's entries stay as they
+    are.
     """
     merged = dict(tensors)
     codes_name, *_ = INT8_TENSOR_NAMES

@@ -1,4 +1,4 @@
-"""Convert exported drafters to GGUF files for llama.cpp, by running llama.cpp's own converter."""
+"""Convert exported drafters to GGUF files for llama.cpp, by running llama.cpp's own script."""
 
 import shutil
 import subprocess
@@ -15,30 +15,37 @@ MAX_CONVERTER_ERROR_CHARACTERS = 400
 
 
 def find_converter(converter: str | None) -> Path:
-    """Return the path of llama.cpp's converter script: `converter` if it is not None, or else the
-    script found on PATH. Raises ValueError if there is no such file."""
+    """Return the path of llama.cpp's script convert_hf_to_gguf.py.
+
+    converter: the path given by the user; None searches the script on PATH
+
+    Raises ValueError if the script does not exist.
+    """
     file = converter or shutil.which(GGUF_CONVERTER_SCRIPT_NAME)
     if file is None or not Path(file).is_file():
         reason = f"{GGUF_CONVERTER_SCRIPT_NAME} is not on PATH"
         if converter:
             reason = f"converter={converter} does not exist"
         raise ValueError(
-            f"format=gguf is written by llama.cpp's own converter, but {reason}; use "
+            f"format=gguf needs llama.cpp's converter script, but {reason}; use "
             f"converter=<folder of llama.cpp>/{GGUF_CONVERTER_SCRIPT_NAME}"
         )
     return Path(file)
 
 
 def convert_to_gguf(folder: Path, target: str, converter: Path) -> Path:
-    """Convert the drafter in `folder` to a GGUF file in the same folder, and return the path of the
-    GGUF file.
+    """Convert the drafter in `folder` to a GGUF file in the same folder. Return the path of the
+    file.
 
-    The converter copies the tokenizer of `target`, a path or an id on the Hugging Face hub, into
-    the GGUF file. If the converter fails, raises ValueError with the last line of its output.
+    target: path of the target or its id on the Hugging Face hub; its tokenizer is copied into the
+        file
+    converter: llama.cpp's script, from `find_converter`
+
+    Raises ValueError with the last line of the script's output if the script fails.
     """
     target_folder = Path(resolve_path(target))
     if not target_folder.is_dir():
-        # The converter reads the target's config and tokenizer only.
+        # Download only the target's config and tokenizer; the converter does not read its weights.
         patterns = ["*.json", "*.jinja", "*.txt", "*.model"]
         target_folder = Path(snapshot_download(target, allow_patterns=patterns))
 

@@ -1,10 +1,9 @@
-"""Write weight files whose metadata contain digests, so that damaged files are detected.
+"""Write weight files with digests in their metadata, so that damage is detected.
 
-A bit that flips on a disk or in transfer changes weights without an error. The metadata of the
-safetensors file therefore hold two SHA-256 digests: one of the tensors, and one of the config.json
-in the same folder. Both digests are checked when the folder is read. Other programs ignore the
-digests, and files without digests are accepted. The digests protect against damage, not against
-forgery.
+Without digests, a bit that flips on a disk or in transfer would change weights unnoticed. The
+metadata of a safetensors file therefore contain two SHA-256 digests: one of the tensors, and one of
+the config.json in the same folder. Both are checked when the folder is read. Other programs ignore
+them, and files without digests are accepted. Digests protect against damage, not against forgery.
 """
 
 import hashlib
@@ -20,8 +19,9 @@ from infer.utils.files import json_digest, save_shared_safetensors
 def digest_tensors(names: Iterable[str], load_tensor: Callable[[str], torch.Tensor]) -> str:
     """Return the SHA-256 digest of the names, dtypes, shapes and contents of tensors.
 
-    `names` are the names of all tensors, and `load_tensor` returns the tensor with a given name.
-    Tensors are loaded one after the other, so that only one is in memory at a time.
+    names: the names of all tensors; their order does not matter
+    load_tensor: returns the tensor with a given name. It is called for one tensor after the other,
+        so that only one has to be in memory.
     """
     digest = hashlib.sha256()
     for name in sorted(names):
@@ -32,11 +32,12 @@ def digest_tensors(names: Iterable[str], load_tensor: Callable[[str], torch.Tens
 
 
 def save_weights_with_digests(weights: dict[str, torch.Tensor], file: Path, config: dict) -> None:
-    """Write a weight file whose metadata contain the digests of the tensors and of `config`, the
-    content of config.json.
+    """Write a safetensors file whose metadata contain digests of the tensors and of config.json.
 
-    Equal tensors give equal files. As safetensors writes metadata in no fixed order, the header is
-    rewritten with sorted keys.
+    weights: keys are names of tensors. config: the content of config.json.
+
+    Equal inputs give equal files. To this end, the file's header is rewritten with sorted metadata,
+    because safetensors writes them in random order.
     """
     metadata = {
         "format": "pt",

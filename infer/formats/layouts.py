@@ -1,8 +1,9 @@
-"""Read the config.json of a drafter's folder in any layout: find the drafter's family, translate
-the keys to this project's keys, and check which tensors the folder must contain.
+"""Read the config.json of a drafter that this or another project has saved: find the drafter's
+family, translate the keys to this project's keys, and check the names and shapes of the tensors.
 
-The method `read_config` of each drafter class reads the layouts of its family. All problems of a
-folder are reported, not only the first one.
+A layout is the set of config keys and tensor names that one project uses. The method `read_config`
+of each drafter class reads the layouts of its family. All problems of a folder are reported, not
+only the first one.
 """
 
 from collections.abc import Collection, Mapping
@@ -12,8 +13,9 @@ from infer.drafters.families import DRAFTER_FAMILIES, MISSING_FAMILIES
 from infer.formats.folders import INT8_DTYPE, DrafterFolder
 from infer.utils.optional import find_missing_path
 
-# Drafting methods that no drafter family of this project implements. Key: a substring, in lower
-# case, of `architectures` or `speculators_model_type` in config.json. Value: a description.
+# Drafting methods that no drafter family of this project implements. Keys are lower-case substrings
+# of `architectures` or `speculators_model_type` in a drafter's config.json. Values are descriptions
+# for the error message.
 UNSUPPORTED_DRAFTER_TYPES_BY_WORD = {
     "dfly": "a DFly drafter (a shared context and a mix for each layer, with TreeFlash's step)",
     "peagle": "a P-EAGLE drafter (EAGLE-3's layers over mask tokens; vLLM runs it)",
@@ -23,10 +25,11 @@ SAFETENSORS_INDEX_DTYPES = ("I64", "I32")
 
 
 def read_layout(folder: DrafterFolder, target_layers: int | None = None) -> ParsedConfig:
-    """Translate the config.json of a folder to this project's keys. No exception is raised: the
-    result lists the problems.
+    """Translate the config.json of a drafter's folder to this project's keys.
 
-    target_layers: the target's number of layers, which some layouts do not store
+    target_layers: the target's number of layers, needed if config.json does not contain it
+
+    Problems do not raise an exception; they are listed in the field `problems` of the result.
     """
     raw = folder.config
     if not raw:
@@ -59,14 +62,17 @@ def read_layout(folder: DrafterFolder, target_layers: int | None = None) -> Pars
 
 
 def refuse_config(reason: str) -> ParsedConfig:
-    """Return a `ParsedConfig` with the only problem `reason`, for a config.json that no family can
-    read."""
+    """Return the result for a config.json that no drafter family can read: a `ParsedConfig` without
+    options, whose only problem is `reason`."""
     return ParsedConfig("none", None, {}, [f"config.json: {reason}"])
 
 
 def expected_shapes(reading: ParsedConfig) -> dict[str, tuple[int, ...]]:
-    """Return the name and the shape of each tensor that a drafter with this config has. `reading`
-    must have no problems."""
+    """Return the shape of each tensor of a drafter with the given config. Keys are the tensors'
+    names in this project.
+
+    reading: a parsed config without problems
+    """
     return {
         name: tuple(tensor.shape) for name, tensor in reading.build_drafter().state_dict().items()
     }
@@ -78,12 +84,12 @@ def find_tensor_problems(
     unused: Collection[str],
     float_dtypes: Collection[str] = SAFETENSORS_FLOAT_DTYPES,
 ) -> list[str]:
-    """Compare the tensors of a folder with the expected tensors. Return one sentence for each kind
-    of problem: missing, unknown, of wrong shape or of wrong dtype.
+    """Compare the tensors of a folder with the expected tensors. Return a list with at most one
+    text for each kind of problem: missing, unknown, of wrong shape or of wrong dtype.
 
-    expected: the shape of each tensor that the folder must contain, by the name of the tensor
+    expected: keys are names of the tensors that the folder must contain, values are their shapes
     unused: names of tensors that are ignored if the folder contains them
-    float_dtypes: allowed dtypes of all tensors except d2t, which holds integers
+    float_dtypes: allowed dtypes of all tensors except d2t, which contains integers
     """
     stored = folder.tensors
     common = [name for name in expected if name in stored]
@@ -108,15 +114,21 @@ def find_tensor_problems(
 
 
 def normalise_tensors(folder: DrafterFolder, reading: ParsedConfig) -> DrafterFolder:
-    """Return the folder with the tensors renamed to this project's names, and without the padding
-    rows of the vocabulary. `reading` must have no problems."""
+    """Return a copy of `folder` in which tensors have this project's names, and the vocabulary has
+    no padding. Nothing changes on disk.
+
+    reading: the parsed config of the folder, without problems
+    """
     renamed = folder.rename_tensors(reading.renamed_tensors)
     return renamed.remove_padding(reading.padded_rows, reading.options["vocab_size"])
 
 
 def find_folder_problems(folder: DrafterFolder, reading: ParsedConfig) -> list[str]:
-    """Return a sentence for each problem that prevents loading the drafter from the folder; [] if
-    there is none."""
+    """Check whether a drafter can be loaded from a folder. Return a text for each problem; [] if
+    there is none.
+
+    reading: the parsed config of the folder, from `read_layout`
+    """
     problems = folder.problems + reading.problems
     if reading.problems or not reading.options or not folder.tensors:
         return problems

@@ -1,27 +1,26 @@
 """An n-gram model of token ids: a trie in one memory-mapped file (DART appendix C), 4 bytes per
 leaf and 8 bytes per inner node.
 
-A node is an n-gram. Nodes are stored breadth first, and node numbers are counted over all levels.
-Level 1 has one node for each of the V token ids, whether the token was counted or not, so that node
-numbers of level 1 are token ids. Level k, for k = 2 .. order, has the k-grams that were counted.
-Siblings are sorted by token. An inner node is a node of any level but the last. The file is little
-endian, and its sections are aligned to 64 bytes:
+A node is an n-gram; its children are the n-grams that are one token longer. Nodes are numbered
+level by level over all levels. Level 1 has one node for each token id of the vocabulary, so that a
+node number of level 1 is a token id. Level k, for k = 2 .. order, has the n-grams of k tokens that
+occur in the corpus. Siblings are sorted by their last token. Inner nodes are the nodes of all
+levels but the last.
+
+The file is little endian, and its sections are aligned to 64 bytes:
 
     header           NGRAM_FILE_HEADER_DTYPE: the format, the offsets of the sections, and a CRC32
                      of the header
-    entries          uint32 for each node: token << count_bits | code. The code is the node's count,
-                     or the largest code if the count does not fit into count_bits bits.
+    entries          uint32 for each node: last token << count_bits | count. A count that does not
+                     fit into count_bits bits is stored as the largest value that does.
     low              uint32 for each inner node, and one more value
     base             int64 for each group of 65,536 values of `low`. The children of node i are the
                      nodes child(i) .. child(i + 1) - 1, where
                      child(i) = base[i >> LOG2_TRIE_NODES_PER_CHILD_BASE] + low[i].
-    overflow_nodes   int64, sorted: the nodes whose counts do not fit into a code
+    overflow_nodes   int64, sorted: the nodes whose counts do not fit into an entry
     overflow_counts  int64: the counts of these nodes
 
 Files of earlier versions end with a table of CRC32 checksums, which is ignored.
-
-`infer.ngrams.count` writes such files. V size of the vocabulary, N nodes, O order, K tokens of a
-lookup, C tokens of a context.
 """
 
 import mmap
@@ -37,7 +36,8 @@ import numpy as np
 from infer.utils.files import atomic_replace_file
 from infer.utils.jit import njit
 
-NGRAM_FILE_MAGIC = b"ngrams\r\n"  # \r\n changes if the file is transferred in text mode
+# First bytes of an n-gram file. A transfer in text mode would change \r\n, and so be detected.
+NGRAM_FILE_MAGIC = b"ngrams\r\n"
 NGRAM_FILE_VERSION = 1
 NGRAM_FILE_SECTION_ALIGNMENT_BYTES = 64
 LOG2_TRIE_NODES_PER_CHILD_BASE = 16
@@ -51,8 +51,8 @@ NGRAM_FILE_HEADER_DTYPE = np.dtype(
         ("tokens", "<u8"),
         ("digest", "S64"),
         ("nodes", "<u8", MAX_NGRAM_ORDER),
-        # Offset and number of bytes of each section: entries, low, base, overflow_nodes,
-        # overflow_counts, and the table of checksums that files of earlier versions end with.
+        # (offset, size) in bytes of six sections: entries, low, base, overflow_nodes,
+        # overflow_counts, and a table of checksums that only files of earlier versions have.
         ("sections", "<u8", (6, 2)),
         ("padding", "V60"),
         ("checksum", "<u4"),
@@ -61,37 +61,40 @@ NGRAM_FILE_HEADER_DTYPE = np.dtype(
 NGRAM_FILE_SECTION_DTYPES = ("<u4", "<u4", "<i8", "<i8", "<i8")
 
 
-# The type of node numbers, token ids and counts. Compiled code does not distinguish the two types.
+# Type of node numbers, token ids and counts: numba compiles both types to a 64-bit integer.
 Int64 = int | np.int64
 
 
 class TrieArrays(NamedTuple):
-    """The arrays of the trie, for compiled code.
+    """The n-gram trie as arrays, in the form that compiled code can use. See the docstring of this
+    module for their content.
 
-    A damaged file may contain any numbers, for example token ids outside the vocabulary.
+    The arrays of a damaged file may contain any numbers, such as token ids outside the vocabulary.
     """
 
-    entries: np.ndarray  # (N,) uint32
-    low: np.ndarray  # (inner_nodes + 1,) uint32
-    base: np.ndarray  # ((inner_nodes >> LOG2_TRIE_NODES_PER_CHILD_BASE) + 1,) int64
-    overflow_nodes: np.ndarray  # int64, sorted
-    overflow_counts: np.ndarray  # int64
-    count_bits: int
-    vocabulary: int
+    entries: np.ndarray  # (number of nodes,) uint32: last token and count of each node
+    # (inner_nodes + 1,) uint32: first child of each node, minus the entry of `base` for its group
+    low: np.ndarray
+    # (number of groups,) int64: first child of each group of 65,536 nodes
+    base: np.ndarray
+    overflow_nodes: np.ndarray  # int64, sorted: nodes whose counts do not fit into an entry
+    overflow_counts: np.ndarray  # int64: the counts of the nodes in `overflow_nodes`
+    count_bits: int  # number of low bits of an entry that hold the count
+    vocabulary: int  # number of token ids
     inner_nodes: int  # number of nodes of all levels but the last; these nodes come first
 
 
 def compute_count_bits(vocabulary: int) -> int:
-    """Return how many of an entry's 32 bits are left for the count, if the vocabulary has this
-    size."""
+    """Return how many of the 32 bits of a trie entry remain for the count, after the bits that a
+    token id of a vocabulary of this size needs."""
     return 32 - max((vocabulary - 1).bit_length(), 1)
 
 
 def compute_section_layout(level_nodes: Sequence[int], overflow_count: int) -> np.ndarray:
-    """Return the offset and size in bytes of every section, (6, 2) uint64.
+    """Return the offset and size in bytes of each section of an n-gram file, (6, 2) uint64.
 
-    level_nodes: number of nodes of each level. overflow_count: number of nodes whose counts do not
-    fit into a code.
+    level_nodes: number of nodes of each level of the trie. overflow_count: number of nodes whose
+    counts do not fit into an entry.
     """
     inner_nodes = sum(level_nodes[:-1])
     sizes = [
@@ -113,7 +116,7 @@ def compute_section_layout(level_nodes: Sequence[int], overflow_count: int) -> n
 
 
 def compute_header_checksum(header: np.void) -> int:
-    """Return the CRC32 of a header without its last field, which is the checksum."""
+    """Return the CRC32 of an n-gram file's header, without the header's last field `checksum`."""
     checksum_bytes = np.dtype("<u4").itemsize
     return zlib.crc32(header.tobytes()[:-checksum_bytes])
 
@@ -129,10 +132,10 @@ def write_ngram_file(
 ) -> None:
     """Write an n-gram file, completely or not at all.
 
-    tokens, counts (N,) uint64: the last token and the count of each node, level by level.
-    child_starts (inner nodes + 1,): the first child of each inner node, and then N. level_nodes:
-    the number of nodes of each level. num_tokens: the number of tokens of the corpus. digest: the
-    digest of the tokenizer.
+    tokens, counts: (number of nodes,) uint64, the last token and the count of each node, level by
+    level. child_starts: (inner nodes + 1,), the first child of each inner node, and then the number
+    of all nodes. level_nodes: number of nodes of each level. num_tokens: number of tokens of the
+    corpus. digest: digest of the tokenizer.
     """
     vocabulary = level_nodes[0]
     group_size = 1 << LOG2_TRIE_NODES_PER_CHILD_BASE
@@ -171,10 +174,10 @@ def write_ngram_file(
 
 
 def read_ngram_header(path: Path, file: BinaryIO) -> np.void:
-    """Read and check the header of an n-gram file.
+    """Read and check the header of an n-gram file. Return a record of NGRAM_FILE_HEADER_DTYPE.
 
-    Raises ValueError if the file is no n-gram file, if it has another version, or if the header
-    contradicts itself, its checksum or the size of the file.
+    Raises ValueError if the file is not an n-gram file or has another version, if the header is
+    damaged, or if the size of the file is not the one in the header.
     """
     content = file.read(NGRAM_FILE_HEADER_DTYPE.itemsize)
     if (
@@ -219,33 +222,32 @@ def read_ngram_header(path: Path, file: BinaryIO) -> np.void:
 
 @dataclass(frozen=True, eq=False)
 class NGramModel:
-    """An n-gram model over token ids. Token ids outside the vocabulary count as never seen.
+    """The counts of all n-grams of a corpus of token ids, in a memory-mapped file.
 
-    The model reads from the memory-mapped file. All processes that open the file share this memory.
-    The file must not be written to while it is open, but it may be replaced by another file.
+    All processes that open the file share its memory. While it is open, the file may be replaced,
+    but must not be changed. Token ids outside the vocabulary have the count 0.
     """
 
     path: Path
     order: int  # number of tokens of the longest n-grams
-    vocabulary: int
+    vocabulary: int  # number of token ids
     num_tokens: int  # number of tokens of the corpus
-    nodes: tuple[int, ...]  # number of nodes of levels 1 to order
-    digest: str  # digest of the tokenizer
+    nodes: tuple[int, ...]  # number of n-grams of 1, 2, .. order tokens
+    digest: str  # digest of the tokenizer that produced the token ids
     size_bytes: int
     trie: TrieArrays
 
     @classmethod
     def open(cls, path: Path | str, digest: str | None = None) -> "NGramModel":
-        """Open a file that `infer.ngrams.count` wrote. This takes milliseconds, since the file is
-        memory-mapped: entries are read from disk when they are looked up.
+        """Open a file that `infer.ngrams.count` wrote. This takes milliseconds, because the file is
+        memory-mapped and entries are read from disk only when they are looked up.
 
-        digest: the digest of the tokenizer that is in use. The file must have been counted with the
-        same tokenizer; None means that this is not checked.
+        digest: the digest of the current tokenizer, which must be the one recorded in the file;
+        None means that this is not checked.
 
-        Raises FileNotFoundError if there is no such file. Raises ValueError if the file is of
-        another kind or version, was counted with another tokenizer, has the wrong size, or has a
-        damaged header. If the rest of the file is damaged, lookups return wrong numbers, but never
-        read outside the file.
+        Raises FileNotFoundError if there is no such file. Raises ValueError if it is not an n-gram
+        file of this version, if its tokenizer is another one, or if its size or header is wrong. If
+        the rest of the file is damaged, lookups return wrong numbers, but never read outside it.
         """
         path = Path(path)
         if not path.is_file():
@@ -277,8 +279,8 @@ class NGramModel:
 
     @classmethod
     def uniform(cls, vocabulary: int) -> "NGramModel":
-        """Return a model without a file, in which every token was counted once, and longer n-grams
-        were not counted."""
+        """Return a model without a file that gives all tokens the same probability: each token has
+        the count 1, and there are no longer n-grams."""
         count_bits = compute_count_bits(vocabulary)
         entries = (np.arange(vocabulary, dtype=np.int64) << count_bits | 1).astype(np.uint32)
         empty_sizes = (1, 1, 0, 0)
@@ -286,20 +288,21 @@ class NGramModel:
         for size, dtype in zip(empty_sizes, NGRAM_FILE_SECTION_DTYPES[1:], strict=True):
             arrays.append(np.zeros(size, dtype))
         for array in arrays:
-            # The arrays of a mapped file are read-only, and compiled code is specialised for that.
+            # The arrays of a memory-mapped file are read-only, which is a part of their numba type.
+            # With the same type here, functions are not compiled a second time.
             array.setflags(write=False)
         trie = TrieArrays(*arrays, count_bits, vocabulary, 0)
         return cls(Path(), 1, vocabulary, vocabulary, (vocabulary,), "", entries.nbytes, trie)
 
 
-# The following functions are lookups for compiled code. A damaged file may contain any numbers, so
-# every index is clamped to the size of the array.
+# The functions below look up nodes of the trie and are called by compiled code. They clamp every
+# index to the size of the array, because a damaged file may contain any numbers.
 
 
 @njit
 def get_first_child(trie: TrieArrays, node: Int64) -> Int64:
-    """Return the first child of an inner node. For the node after the last inner node, return the
-    node after the last child."""
+    """Return the node number of an inner node's first child. If `node` is the number after the last
+    inner node, return the number of all nodes."""
     num_nodes = len(trie.entries)
     base = min(max(trie.base[node >> LOG2_TRIE_NODES_PER_CHILD_BASE], 0), num_nodes)
     return min(base + np.int64(trie.low[node]), num_nodes)
@@ -307,8 +310,8 @@ def get_first_child(trie: TrieArrays, node: Int64) -> Int64:
 
 @njit
 def get_child_range(trie: TrieArrays, node: Int64) -> tuple[Int64, Int64]:
-    """Return (first, end): the children of a node are the nodes first .. end - 1. A leaf has no
-    children, and neither has node -1, which stands for an n-gram that was not counted."""
+    """Return (first, end): the children of a node are the nodes first .. end - 1. The range is
+    empty for a leaf, and for node -1, which means that an n-gram does not occur in the corpus."""
     if node < 0 or node >= trie.inner_nodes:
         return 0, 0
     first = get_first_child(trie, node)
@@ -317,14 +320,14 @@ def get_child_range(trie: TrieArrays, node: Int64) -> tuple[Int64, Int64]:
 
 @njit
 def get_node_token(trie: TrieArrays, node: Int64) -> Int64:
-    """Return the last token of a node's n-gram."""
+    """Return the last token of the n-gram that a trie node stands for."""
     return np.int64(trie.entries[node]) >> trie.count_bits
 
 
 @njit
 def find_lower_bound(trie: TrieArrays, first: Int64, end: Int64, token: Int64) -> Int64:
-    """Return the first of the siblings first .. end - 1 whose token is at least `token`, or `end`
-    if there is none. This is a binary search."""
+    """Among the sibling nodes first .. end - 1, which are sorted by token, find the first one whose
+    token is at least `token`, by binary search. Return `end` if there is none."""
     while first < end:
         middle = (first + end) // 2
         if get_node_token(trie, middle) < token:
@@ -336,8 +339,8 @@ def find_lower_bound(trie: TrieArrays, first: Int64, end: Int64, token: Int64) -
 
 @njit
 def find_ngram_node(trie: TrieArrays, ids: np.ndarray, start: Int64, end: Int64) -> Int64:
-    """Return the node of the n-gram ids[start:end], or -1 if the n-gram was not counted, is empty,
-    or is longer than the order. `ids` is int64."""
+    """Return the trie node of the n-gram ids[start:end]. Return -1 if the n-gram does not occur in
+    the corpus, is empty, or has more tokens than the order of the model. `ids` is int64."""
     if start >= end or ids[start] < 0 or ids[start] >= trie.vocabulary:
         return -1
     node = ids[start]
@@ -351,7 +354,7 @@ def find_ngram_node(trie: TrieArrays, ids: np.ndarray, start: Int64, end: Int64)
 
 @njit
 def get_node_count(trie: TrieArrays, node: Int64) -> Int64:
-    """Return how often a node's n-gram occurs in the corpus. For node -1, return 0."""
+    """Return how often the n-gram of a trie node occurs in the corpus. For node -1, return 0."""
     if node < 0 or node >= len(trie.entries):
         return 0
     largest_code = (1 << trie.count_bits) - 1
@@ -367,11 +370,12 @@ def get_node_count(trie: TrieArrays, node: Int64) -> Int64:
 def find_children(
     trie: TrieArrays, node: Int64, sorted_tokens: np.ndarray, out: np.ndarray
 ) -> Int64:
-    """Find the children of a node that have the given tokens. Return the number of all children.
+    """For each given token, find the child of a trie node that extends the node's n-gram by this
+    token. Return the number of all children of the node.
 
-    sorted_tokens (K,) int64: the tokens, ascending. out (K,) int64: filled with the child for each
-    token, or -1 if there is no such child. The children are traversed once (DART appendix C.2):
-    each search starts where the previous one ended.
+    sorted_tokens: (num_tokens,) int64, ascending. out: (num_tokens,) int64, filled with the child
+    for each token, or -1 if there is no such child. Each search starts where the previous one
+    ended, so the children are traversed only once (DART appendix C.2).
     """
     child, end = get_child_range(trie, node)
     num_children = end - child
@@ -384,10 +388,11 @@ def find_children(
 
 @njit
 def find_suffix_nodes(trie: TrieArrays, context: np.ndarray, suffix_nodes: np.ndarray) -> None:
-    """Find the nodes of all suffixes of context (C,) int64, the last tokens of a sequence.
+    """Look up every suffix of a context in the trie.
 
-    suffix_nodes (O - 1,) int64 is filled: entry k is the node of the last k + 1 tokens, or -1 if
-    this n-gram was not counted.
+    context: (number of tokens,) int64, the last tokens of a sequence. suffix_nodes: (order - 1,)
+    int64, filled: entry k is the node of the last k + 1 tokens, or -1 if this n-gram does not occur
+    in the corpus.
     """
     for k in range(len(suffix_nodes)):
         start = len(context) - 1 - k
@@ -398,8 +403,8 @@ def find_suffix_nodes(trie: TrieArrays, context: np.ndarray, suffix_nodes: np.nd
 def fill_unigram_probabilities(
     trie: TrieArrays, num_tokens: Int64, tokens: np.ndarray, out: np.ndarray
 ) -> None:
-    """Fill out (K,) with the unigram probabilities of tokens (K,) int64. num_tokens is the number
-    of tokens of the corpus."""
+    """Fill `out` (number of tokens,) with the relative frequency in the corpus of each token in
+    `tokens` (number of tokens,) int64. `num_tokens` is the number of tokens of the corpus."""
     for i in range(len(tokens)):
         out[i] = get_node_count(trie, find_ngram_node(trie, tokens, i, i + 1)) / max(num_tokens, 1)
 
@@ -413,22 +418,24 @@ def extend_path(
     child_suffix_nodes: np.ndarray,
     probabilities: np.ndarray,
 ) -> None:
-    """Compute the n-gram probabilities Pr(token | path) of several tokens after a path.
+    """Compute the n-gram probabilities Pr(token | path) of several tokens after a path of the draft
+    tree.
 
-    suffix_nodes (O - 1,): the suffix nodes of the path, see `find_suffix_nodes`. tokens (K,) int64:
-    the tokens, ascending. fallback_probabilities (K,): used for tokens that were never counted
-    after a suffix of the path. child_suffix_nodes (O, K): filled for each token with the suffix
-    nodes of the path that is extended by the token; the last row has n-grams of the maximum order.
-    probabilities (K,): filled with the result.
+    suffix_nodes: (order - 1,), the trie nodes of the path's suffixes, from `find_suffix_nodes`
+    tokens: (K,) int64, the K tokens, ascending
+    fallback_probabilities: (K,), for tokens that follow no suffix of the path in the corpus
+    child_suffix_nodes: (order, K), filled: row k has the trie nodes of the last k + 1 tokens of the
+        path extended by each of the K tokens
+    probabilities: (K,), filled with the result
 
     The probability is count(context, token) / count(context) (DART section 4). The context is the
-    longest suffix of the path after which the token was counted. There is no discount for shorter
-    suffixes.
+    longest suffix of the path that the token follows in the corpus. Shorter suffixes are not
+    discounted.
     """
     for i in range(len(tokens)):
         probabilities[i] = fallback_probabilities[i]
         child_suffix_nodes[0, i] = tokens[i] if tokens[i] < trie.vocabulary else -1
-    # Longer suffixes come later, so that their probabilities override those of shorter suffixes.
+    # Go from short to long suffixes, so that the probability after the longest one is kept.
     for k in range(len(suffix_nodes)):
         child_nodes = child_suffix_nodes[k + 1]
         if find_children(trie, suffix_nodes[k], tokens, child_nodes) == 0:

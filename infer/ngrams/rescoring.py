@@ -1,25 +1,25 @@
-"""Rescore the candidates of a draft tree with n-gram statistics. The code is compiled for the CPU.
+"""Rescore the candidate tokens of a draft tree with n-gram statistics. The code is compiled for the
+CPU.
 
-A drafter's marginals at different positions are independent of each other, but n-grams count which
-token follows which (DART section 4). A candidate's probability is multiplied by its n-gram
-probability after the path. The products are then scaled, so that the candidates have the same total
-probability as under the drafter. The log-probability of a step is at most 0, so scores decrease
-along a path, and DDTree's search finds the best prefixes exactly, as with marginals alone. The
-n-gram probabilities of the corpus are corrected by those of the sequence itself
-(`apply_context_counts`), because a text repeats names and phrases.
+A drafter's marginal probabilities at different positions are independent of each other. N-grams
+know which token follows which (DART section 4). The probability of a candidate (a token that the
+drafter proposes at a position) is multiplied by its n-gram probability after the path. The products
+are then scaled, so that the candidates have the same total probability as under the drafter.
 
-When a path grows by a token, the node of each of its suffixes is replaced by a child of this node
-in the trie. The search therefore stores the nodes of O - 1 suffixes with each path.
-`suffix_nodes[k]` is the node of the last k + 1 tokens, or -1 if these were not counted. A step
-looks up children of these nodes, and never looks up a context from the root of the trie.
+A log-probability is at most 0, so scores decrease along a path. DDTree's search therefore finds the
+best prefixes exactly, as it does with marginals alone. The n-gram probabilities of the corpus are
+corrected by those of the sequence itself (`apply_context_counts`), because a text repeats names and
+phrases.
+
+The search stores trie nodes with each path: `suffix_nodes[k]` is the node of the path's last k + 1
+tokens, or -1 if this n-gram does not occur in the corpus. When a path grows by a token, each of
+these nodes is replaced by one of its children. No context is looked up from the root of the trie.
 
 Arrays are copied in loops, element by element, since assignments to slices double the compilation
 time. Callers pass contiguous arrays of the same types, so that each search is compiled once.
 
-L drafted positions, K candidates per position, R rows of a table of conditional probabilities per
-position, N drafted nodes, O order of the n-gram model, T tokens of the sequence, V vocabulary size
-of the target. A column is the index of a candidate in the drafter's list for a position. log q is
-the log-probability under the drafter.
+Names: a candidate's column is its index in the drafter's list of candidates for a position. log_q
+is a log-probability under the drafter.
 """
 
 from typing import NamedTuple
@@ -37,58 +37,60 @@ from infer.ngrams.model import (
 )
 from infer.utils.jit import njit
 
-NGRAM_PROBABILITY_EPSILON = (
-    1e-5  # added to n-gram probabilities, so that the log-probability of unseen tokens is finite
-)
-MAX_NGRAM_CANDIDATES_ADDED_PER_NODE = (
-    16  # tokens per node that n-grams add to the drafter's candidates
-)
-MAX_CHILDREN_FOR_NGRAM_CANDIDATES = (
-    64  # a trie node with more children predicts little, so it adds no candidates
-)
-MAX_NGRAM_PATH_SUFFIX_TOKENS = (
-    8  # at most so many last tokens of a path are searched in the sequence
-)
-# The log-probability of tokens that a sampling filter forbids. It is finite, but below all others.
+# Added to n-gram probabilities, so that the log-probability of unseen tokens is finite.
+NGRAM_PROBABILITY_EPSILON = 1e-5
+# Maximum number of tokens that n-grams add to the drafter's candidates after a node of the tree.
+MAX_NGRAM_CANDIDATES_ADDED_PER_NODE = 16
+# A trie node with more children predicts little, so its children are not added as candidates.
+MAX_CHILDREN_FOR_NGRAM_CANDIDATES = 64
+# Maximum number of last tokens of a path for which the sequence is searched.
+MAX_NGRAM_PATH_SUFFIX_TOKENS = 8
+# Log-probability of tokens that a sampling filter such as top-k excludes: finite, but below the
+# log-probability of any other token.
 FORBIDDEN_TOKEN_LOG_PROBABILITY = -1e30
 
 
 class NGramRescorer(NamedTuple):
-    """The inputs of a search with n-grams for one batch row, and the search's memory for each node
-    that it opens. To open a node is to compute the candidates that may come next, and their scores.
+    """The inputs and buffers of the search for the draft tree of one sequence, with n-gram scores.
 
-    A candidate's column is its index on the last axis of `log_prob_table`.
+    The buffers have one entry for each tree node. An entry is filled when the search opens the
+    node, that is, when it computes the candidates for the next token and their scores.
     """
 
     trie: TrieArrays
     num_tokens: int  # number of tokens of the n-gram model's corpus
-    weight: float  # exponent of the n-gram probabilities
-    vocabulary: int  # V, the target's vocabulary size
-    rows_per_position: int  # R: K if a token's probability depends on the previous token, else 1
-    sequence: np.ndarray  # (T,) int64, the bonus token included
-    candidate_tokens: np.ndarray  # (L, K) int64, ascending at each position
-    sorted_columns: np.ndarray  # (L, K) int64: the columns of `candidate_tokens`
-    # (1 + (L - 1) R, K) float32: log q of the candidates. The first row is the first position. Each
-    # other position has R rows, one for each candidate of the previous position if R = K.
+    weight: float  # n-gram probabilities are raised to this power
+    vocabulary: int  # the target's vocabulary size
+    # number of rows of `log_prob_table` for each position after the first: one per candidate of the
+    # previous position if probabilities depend on the previous token, else 1
+    rows_per_position: int
+    sequence: np.ndarray  # (number of tokens,) int64: the tokens so far, with the bonus token
+    # (positions, candidates) int64: token ids of the candidates, ascending at each position
+    candidate_tokens: np.ndarray
+    # (positions, candidates) int64: index of each of `candidate_tokens` in the drafter's own list
+    sorted_columns: np.ndarray
+    # (1 + (positions - 1) * rows_per_position, candidates) float32: the drafter's log-probabilities
+    # of the candidates. Row 0 is the first position; `get_table_row` gives the rows of the others.
     log_prob_table: np.ndarray
-    # (L, V) float32: marginal log q of each token; or (L, 1): one value for all added tokens.
+    # (positions, vocabulary) float32: the drafter's marginal log-probability of each token; or
+    # (positions, 1): one log-probability for all tokens that n-grams add
     marginal_log_probs: np.ndarray
-    # The following arrays are the memory of the search. The entry of a node is filled when the node
-    # is opened. (N, K + MAX_NGRAM_CANDIDATES_ADDED_PER_NODE) int64: columns of a node's candidates,
-    # -1 for added candidates
+    # Buffer, (nodes, maximum number of candidates) int64: index of each candidate in the drafter's
+    # list, -1 for candidates that n-grams added
     candidate_columns: np.ndarray
-    suffix_nodes: np.ndarray  # (N, O - 1) int64: suffix nodes of the node's path
-    # (N, O, K + MAX_NGRAM_CANDIDATES_ADDED_PER_NODE) int64: suffix nodes of the path extended by
-    # each candidate
+    # Buffer, (nodes, order - 1) int64: trie nodes of the suffixes of the path to each tree node
+    suffix_nodes: np.ndarray
+    # Buffer, (nodes, order, maximum number of candidates) int64: trie nodes of the suffixes of the
+    # path to each tree node, extended by each candidate
     child_suffix_nodes: np.ndarray
-    # (N, MAX_NGRAM_PATH_SUFFIX_TOKENS) int64: the last tokens of the node's path, newest first
+    # Buffer, (nodes, MAX_NGRAM_PATH_SUFFIX_TOKENS) int64: last tokens of the path, newest first
     recent_tokens: np.ndarray
 
 
 @njit
 def fill_recent_tokens(sequence: np.ndarray, recent_tokens: np.ndarray) -> None:
-    """Fill recent_tokens (MAX_NGRAM_PATH_SUFFIX_TOKENS,) with the last tokens of sequence (T,)
-    int64, newest first. If the sequence is too short, the remaining entries are -1."""
+    """Fill `recent_tokens` (MAX_NGRAM_PATH_SUFFIX_TOKENS,) with the last token ids of `sequence`,
+    newest first. If the sequence is too short, the remaining entries are -1."""
     length = len(sequence)
     for k in range(len(recent_tokens)):
         recent_tokens[k] = sequence[length - 1 - k] if k < length else -1
@@ -101,12 +103,15 @@ def find_path_matches(
     match_ends: np.ndarray,
     match_lengths: np.ndarray,
 ) -> Int64:
-    """Find earlier occurrences of the last tokens of a path in sequence (T,) int64. Return the
-    number of occurrences.
+    """Find where the last tokens of a path of the draft tree occur in the sequence. Return the
+    number of places.
 
-    recent_tokens (MAX_NGRAM_PATH_SUFFIX_TOKENS,): the last tokens of the path, newest first.
-    match_ends (T,) is filled with the positions where the path's last token occurs, latest first.
-    match_lengths (T,) is filled with the number of tokens that match at each of these positions.
+    sequence: int64, the tokens so far
+    recent_tokens: (MAX_NGRAM_PATH_SUFFIX_TOKENS,), the last tokens of the path, newest first
+    match_ends: as long as `sequence`, filled with the positions where the path's last token occurs,
+        latest first
+    match_lengths: as long as `sequence`, filled with how many tokens up to each of these positions
+        match the end of the path
     """
     count = 0
     for end in range(len(sequence) - 2, -1, -1):
@@ -133,15 +138,18 @@ def apply_context_counts(
     tokens: np.ndarray,
     probabilities: np.ndarray,
 ) -> None:
-    """Correct the n-gram probabilities of tokens by what followed the path's last tokens earlier in
-    the sequence.
+    """Correct the n-gram probabilities of tokens by which tokens have followed the path's last
+    tokens earlier in the sequence.
 
-    sequence (T,) int64. match_ends, match_lengths: the result of `find_path_matches`, with
-    num_matches entries. tokens (K,) int64: ascending. probabilities (K,): corrected in place.
+    sequence: (number of tokens,) int64
+    match_ends, match_lengths: the result of `find_path_matches`, with num_matches entries
+    tokens: (K,) int64, the K tokens, ascending
+    probabilities: (K,), corrected in place
 
-    This is prediction by partial matching (Cleary and Witten 1984). It is repeated for contexts of
-    1, 2, .. MAX_NGRAM_PATH_SUFFIX_TOKENS tokens. Each time, probability p of a token becomes (n +
-    p) / (m + 1), where the context occurred m times before, and the token followed it n times.
+    This is prediction by partial matching (Cleary and Witten 1984), with the last 1, 2, ..
+    MAX_NGRAM_PATH_SUFFIX_TOKENS tokens of the path as contexts, one after the other. For a context
+    that occurred m times and was followed by the token n times, the token's probability p becomes
+    (n + p) / (m + 1).
     """
     occurrences = np.zeros(MAX_NGRAM_PATH_SUFFIX_TOKENS)
     follow_counts = np.zeros((MAX_NGRAM_PATH_SUFFIX_TOKENS, len(tokens)))
@@ -162,9 +170,12 @@ def apply_context_counts(
 
 @njit
 def insert_candidate(token: Int64, tokens: np.ndarray, columns: np.ndarray, count: Int64) -> Int64:
-    """Insert a token into the first `count` entries of `tokens`, which are in ascending order,
-    unless these contain the token already. Its entry in `columns` is -1. Return the new number of
-    tokens."""
+    """Insert a token into a sorted list of candidates, unless it is already there. Return the new
+    number of candidates.
+
+    tokens: the first `count` entries are the candidates' ids, ascending. columns: index of each
+    candidate in the drafter's list; the inserted token gets -1, because it is not in that list.
+    """
     position = np.searchsorted(tokens[:count], token)
     if position < count and tokens[position] == token:
         return count
@@ -188,15 +199,17 @@ def add_ngram_candidates(
     columns: np.ndarray,
     num_drafted: Int64,
 ) -> Int64:
-    """Add up to MAX_NGRAM_CANDIDATES_ADDED_PER_NODE tokens to the drafter's candidates after a
-    path. Return the new number of candidates.
+    """Add tokens that n-grams predict after a path to the drafter's candidates, at most
+    MAX_NGRAM_CANDIDATES_ADDED_PER_NODE. Return the new number of candidates.
 
-    tokens and columns (K + MAX_NGRAM_CANDIDATES_ADDED_PER_NODE,) begin with the drafter's
-    `num_drafted` candidates. The added tokens are below `vocabulary`. They are tokens that followed
-    the path
-    before: first in the sequence, after the positions `match_ends`; then in the corpus, after the
-    suffixes of the path, longest first, until a suffix has more than
-    MAX_CHILDREN_FOR_NGRAM_CANDIDATES children.
+    First the tokens are added that follow the positions `match_ends` in the sequence. Then those
+    that follow the suffixes of the path in the corpus, longest suffix first, until a suffix has
+    more than MAX_CHILDREN_FOR_NGRAM_CANDIDATES children. Only token ids below `vocabulary` are
+    added.
+
+    tokens, columns: (num_drafted + MAX_NGRAM_CANDIDATES_ADDED_PER_NODE,), extended in place, see
+        `insert_candidate`; they begin with the drafter's `num_drafted` candidates
+    suffix_nodes: trie nodes of the suffixes of the path, shortest first
     """
     count = num_drafted
     max_candidates = len(tokens)
@@ -221,13 +234,14 @@ def add_ngram_candidates(
 
 @njit
 def rescore_candidates(log_q: np.ndarray, probabilities: np.ndarray, weight: float) -> None:
-    """Combine the drafter's log-probabilities log_q (K,) of candidates with n-gram probabilities
-    (K,), in place.
+    """Combine the drafter's log-probabilities of K candidates with their n-gram probabilities.
+
+    log_q: (K,), the drafter's log-probabilities, changed in place
+    probabilities: (K,), the n-gram probabilities
 
     `weight` times the n-gram log-probability is added to each log-probability. Then a constant is
-    subtracted, so that the candidates have the same total probability as under the drafter.
-    Log-probabilities are at least FORBIDDEN_TOKEN_LOG_PROBABILITY, so that all results are finite,
-    even if a sampling filter forbids all candidates.
+    subtracted, so that the candidates have the same total probability as under the drafter. All
+    results are finite, even if a sampling filter excludes all candidates.
     """
     highest = -np.inf
     rescored_total = 0.0
@@ -251,8 +265,8 @@ def rescore_candidates(log_q: np.ndarray, probabilities: np.ndarray, weight: flo
 
 @njit
 def get_table_row(depth: Int64, rows_per_position: Int64, candidate: Int64) -> Int64:
-    """Return the row of `NGramRescorer.log_prob_table` for the position at `depth`, after candidate
-    number `candidate` of the previous position. rows_per_position is R."""
+    """Return the row of `NGramRescorer.log_prob_table` for the drafted position `depth`, if the
+    previous token is candidate number `candidate` of the previous position."""
     return max(0, 1 + (depth - 1) * rows_per_position + min(candidate, rows_per_position - 1))
 
 
@@ -265,11 +279,13 @@ def fill_drafter_log_probs(
     columns: np.ndarray,
     log_q: np.ndarray,
 ) -> None:
-    """Fill log_q (K,) with the drafter's log-probabilities of the candidates at `depth`.
+    """Fill `log_q` with the drafter's log-probabilities of the candidates at the drafted position
+    `depth`.
 
-    tokens, columns (K,): the ids and the columns of the candidates; the column is -1 for candidates
-    that n-grams added. previous_column: the column of the path's last token, or -1 if n-grams added
-    this token.
+    tokens, columns: the candidates' ids, and their indices in the drafter's list of candidates, or
+        -1 for candidates that n-grams added
+    previous_column: index of the path's last token in the drafter's list for the position before,
+        or -1 if n-grams added this token
     """
     has_row = depth == 0 or previous_column >= 0 or rescorer.rows_per_position == 1
     for i in range(len(tokens)):
@@ -280,7 +296,7 @@ def fill_drafter_log_probs(
             value = rescorer.log_prob_table[row, columns[i]]
         log_q[i] = (
             value if value > FORBIDDEN_TOKEN_LOG_PROBABILITY else FORBIDDEN_TOKEN_LOG_PROBABILITY
-        )  # NaN becomes FORBIDDEN_TOKEN_LOG_PROBABILITY too
+        )  # a comparison with NaN is false, so NaN becomes FORBIDDEN_TOKEN_LOG_PROBABILITY too
 
 
 @njit
@@ -288,12 +304,12 @@ def score_node_children(
     rescorer: NGramRescorer, node: Int64, depth: Int64, parent: Int64, child: Int64,
     log_q: np.ndarray, tokens: np.ndarray,
 ) -> None:  # fmt: skip
-    """Open a node: compute the candidates that may come after it, and their scores.
+    """Compute the candidates for the next token after a node of the draft tree, and their scores.
 
-    Row `node` of tokens (N, K + MAX_NGRAM_CANDIDATES_ADDED_PER_NODE) is filled with the candidates
-    in ascending order. Row `node` of log_q, which has the same shape, is filled with their scores,
-    and with NaN after the last candidate. `depth` is the depth of the node, 0 for the root.
-    `parent` is the node's parent, and `child` is the node's index among the parent's candidates.
+    depth: depth of the node, 0 for the root. parent: the node's parent. child: the node's index
+    among the parent's candidates. tokens, log_q: (nodes, maximum number of candidates); row `node`
+    is filled with the candidates' ids in ascending order, and with their scores. Unused entries of
+    log_q are NaN.
     """
     sequence = rescorer.sequence
     columns = rescorer.candidate_columns[node]

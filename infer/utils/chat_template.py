@@ -1,8 +1,9 @@
-"""Conversion of chat messages to the form that a chat template reads.
+"""Convert chat messages to the form that a chat template expects.
 
-Most chat templates (Qwen3, Llama 3) take the arguments of a tool call as an object. Templates that
-concatenate the arguments with strings (DeepSeek V3, R1, V3.1) take JSON text. Some templates read
-the reasoning of an answer under a separate key; others expect the reasoning inside the content.
+Most chat templates (Qwen3, Llama 3) expect the arguments of a tool call as an object. Others
+(DeepSeek V3, R1, V3.1) join the arguments with strings, and expect JSON text. Some templates read
+the reasoning of an answer under a separate key of the message. Others expect the reasoning at the
+start of the content.
 """
 
 import json
@@ -12,17 +13,17 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-# Keys of a message under which chat templates read reasoning. The first key that a template
-# contains is used.
+# Message keys under which chat templates may read reasoning. The first of them that occurs in the
+# text of a template is used for this template.
 CHAT_TEMPLATE_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 
 def convert_tool_arguments(tokenizer: Any, messages: list[dict], **options: object) -> list[dict]:
-    """Return messages whose tool-call arguments have the form that the tokenizer's chat template
-    takes.
+    """Convert the arguments of all tool calls in `messages` to the form that the tokenizer's chat
+    template expects: objects or JSON text. Return the converted messages.
 
-    By default, arguments become objects. They become JSON text if the template fails with objects
-    or renders objects in Python's notation, and if it does neither with JSON text.
+    Objects are the default. JSON text is chosen if the template raises an error for objects or
+    prints them in Python's notation, and this happens less often with JSON text.
 
     options: further arguments of `apply_chat_template`
     """
@@ -55,10 +56,8 @@ def convert_tool_arguments(tokenizer: Any, messages: list[dict], **options: obje
 
 
 def parse_tool_arguments(arguments: object) -> object:
-    """Return the arguments of a tool call as an object.
-
-    JSON text is parsed. Text that is not JSON is returned unchanged.
-    """
+    """Parse the arguments of a tool call if they are JSON text. Return all other arguments
+    unchanged."""
     if not isinstance(arguments, str):
         return arguments
     try:
@@ -68,16 +67,14 @@ def parse_tool_arguments(arguments: object) -> object:
 
 
 def tool_arguments_to_json(arguments: object) -> str:
-    """Return the arguments of a tool call as JSON text. Arguments that are already text are
-    returned unchanged."""
+    """Convert the arguments of a tool call to JSON text. Return text unchanged."""
     if isinstance(arguments, str):
         return arguments
     return json.dumps(arguments, ensure_ascii=False)
 
 
 def _convert_arguments(messages: list[dict], convert: Callable[[object], object]) -> list[dict]:
-    """Return copies of messages in which `convert` was applied to the arguments of every tool
-    call."""
+    """Return copies of the messages, with `convert` applied to the arguments of each tool call."""
     converted_messages = []
     for message in messages:
         calls = []
@@ -93,10 +90,11 @@ def _convert_arguments(messages: list[dict], convert: Callable[[object], object]
 
 def place_reasoning(messages: Sequence[dict], template: str) -> list[dict]:
     """Move the `reasoning_content` of each message to where the chat template reads reasoning.
+    Return new messages.
 
-    If the template contains one of CHAT_TEMPLATE_REASONING_KEYS, the reasoning is stored under that
-    key. Otherwise, if the template contains "</think>", the reasoning is put in front of the
-    content, inside <think> tags. Otherwise the reasoning is dropped.
+    template: the text of the chat template. If it contains one of CHAT_TEMPLATE_REASONING_KEYS, the
+    reasoning is stored under this key. If it contains only "</think>", the reasoning is put in
+    front of the content, inside <think> tags. If it contains neither, the reasoning is dropped.
     """
     template_keys = (
         key

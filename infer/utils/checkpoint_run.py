@@ -1,5 +1,5 @@
-"""Options that a command takes from the training run that wrote its checkpoint: the target and the
-data."""
+"""Default options for commands that load a checkpoint: target and data are those of the training
+run that saved the checkpoint."""
 
 import json
 from pathlib import Path
@@ -8,10 +8,10 @@ from typing import Any
 from infer.utils.files import read_limited_text
 from infer.utils.renamed_options import translate_saved_config
 
-# Options that a command with OPTION_SECTIONS_TAKEN_FROM_RUN takes from the training run of its
-# checkpoint. Key: section. Value: names of the options in this section. The device is left out
-# because this machine may have another one. trust_remote_code is left out because only the user may
-# allow a model to run its own code.
+# Options that are copied from the training run that saved a checkpoint. Keys are sections of
+# options, values are the names of the copied options. The device is not copied, because this
+# machine may have another one. trust_remote_code is not copied, because only the user may allow a
+# model to run its own code.
 OPTIONS_TAKEN_FROM_CHECKPOINT_RUN = {
     "target": ("path", "dtype", "chat_template_kwargs"),
     "data": (
@@ -28,15 +28,15 @@ MAX_RUN_CONFIG_BYTES = 1 << 20
 
 
 def load_run_options(config: Any, chosen: set[str], options_class: type) -> dict[str, dict]:
-    """Return options from the training run that wrote the command's checkpoint, by section.
+    """Return the options that a command copies from the training run that saved its checkpoint.
 
-    config: the command's composed configuration
-    chosen: the option names and groups that the user gave, which take precedence over the run's
-        options
+    config: the configuration that Hydra has composed for the command
+    chosen: the option names and groups that the user gave, which are never replaced
     options_class: the command's dataclass; its attribute OPTION_SECTIONS_TAKEN_FROM_RUN names the
-        sections to take
+        sections to copy, for example "target"
 
-    A section is left out if the user gave its path, source or datasets.
+    Returns a dictionary of options for each section. A section is left out if the user gave its
+    path, source or datasets.
     """
     section_names = getattr(options_class, "OPTION_SECTIONS_TAKEN_FROM_RUN", ())
     checkpoints = [config.checkpoint] if "checkpoint" in config else config.get("checkpoints")
@@ -60,9 +60,10 @@ def load_run_options(config: Any, chosen: set[str], options_class: type) -> dict
 
 
 def read_run_config(checkpoint: str) -> dict:
-    """Return the configuration of the training run whose folder contains a checkpoint.
+    """Read the configuration of the training run to whose folder a checkpoint belongs.
 
-    Return an empty dictionary if the checkpoint is not inside a run folder.
+    checkpoint: path of the run, of a checkpoint in the run, or of the checkpoint's drafter folder.
+    Returns an empty dictionary if the path is not inside a run's folder.
     """
     path = Path(checkpoint).resolve()  # "best" is a symbolic link to the checkpoint of a step
     if not path.exists():
@@ -70,7 +71,7 @@ def read_run_config(checkpoint: str) -> dict:
     for folder in (path, *path.parents[:3]):
         if (folder / "checkpoints").is_dir() and (folder / "config.json").is_file():
             text = read_limited_text(folder / "config.json", MAX_RUN_CONFIG_BYTES)
-            # The file may come from someone else, so OmegaConf must not resolve expressions such as
-            # ${oc.env:HOME} in it.
+            # Escape expressions such as ${oc.env:HOME}, so that OmegaConf does not resolve them:
+            # the file may come from someone else.
             return translate_saved_config(json.loads(text.replace("${", r"\\${")))
     return {}

@@ -1,17 +1,17 @@
-"""Checks that several option dataclasses need.
+"""Checks of option values that several option dataclasses need.
 
-Every `require_` function raises a ValueError that names the option, the value and what is allowed.
+Every `require_` function raises a ValueError that names the option, its value and what is allowed.
 """
 
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-# A key in the metadata of a dataclass field. It marks an option whose value is a text, or "@FILE"
-# for a file that contains the text.
+# Key in the metadata of a dataclass field. It marks an option whose value is either a text, or
+# "@FILE", where FILE is the path of a file that contains the text.
 TEXT_OR_FILE_METADATA_KEY = "text or @file"
 
-MIN_TEMPERATURE = 0.001  # dividing logits by a smaller number would make them overflow
+MIN_TEMPERATURE = 0.001  # logits divided by a smaller temperature could overflow
 
 
 def check_nested_options(options: Any) -> None:
@@ -26,7 +26,7 @@ def require_at_least(options: object, prefix: str = "", **minimums: int) -> None
     """Raise ValueError if an option is below its minimum. An option that is None is allowed.
 
     prefix: text in front of the option's name in the message, such as "optim."
-    minimums: the minimum of each option, by the option's name
+    minimums: option names as keyword arguments, with the smallest allowed value of each
     """
     for name, minimum in minimums.items():
         value = getattr(options, name)
@@ -42,7 +42,7 @@ def require_positive(options: object, prefix: str, *names: str) -> None:
     """
     for name in names:
         value = getattr(options, name)
-        # `not value > 0` is also true for NaN.
+        # Written this way, and not as `value <= 0`, the condition is also true for NaN.
         if value is not None and not value > 0:
             raise ValueError(f"{prefix}{name}={value}: must be above 0")
 
@@ -51,7 +51,7 @@ def require_one_of(options: object, prefix: str = "", **choices: Iterable[object
     """Raise ValueError if an option does not have one of its allowed values.
 
     prefix: text in front of the option's name in the message, such as "optim."
-    choices: the allowed values of each option, by the option's name
+    choices: option names as keyword arguments, with the allowed values of each
     """
     for name, allowed in choices.items():
         value = getattr(options, name)
@@ -63,7 +63,8 @@ def require_one_of(options: object, prefix: str = "", **choices: Iterable[object
 
 
 def require_temperature(options: Any, prefix: str = "") -> None:
-    """Raise ValueError unless the option `temperature` is 0 or large enough to divide logits by.
+    """Raise ValueError unless the option `temperature` is 0, or finite and at least
+    MIN_TEMPERATURE.
 
     prefix: text in front of the option's name in the message, such as "decoding."
     """

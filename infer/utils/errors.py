@@ -1,5 +1,5 @@
-"""How a command ends: errors are printed as one sentence and have exit codes, and Ctrl-C, full
-disks and closed pipes are handled."""
+"""Convert errors to one sentence on stderr and an exit code. This includes Ctrl-C, full disks and
+closed output pipes."""
 
 import os
 import select
@@ -16,20 +16,20 @@ from infer.utils.interrupts import exit_after_interrupt
 from infer.utils.progress import HEARTBEAT
 from infer.utils.redact import redact_text
 
-# This must be set before torch is imported. By default, idle threads of GNU OpenMP wait in a busy
-# loop, so that two commands that run at the same time take three times as much processor time.
+# Let idle OpenMP threads sleep instead of wait in a busy loop. With the busy loop, two commands
+# that run at the same time take three times as much CPU time. Set before torch is imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
-EXIT_CODE_RUN_ABORTED = 3  # the command had started its work and could not continue
-EXIT_CODE_BROKEN_PIPE = 141  # 128 + SIGPIPE, the code that shells report for other programs
+EXIT_CODE_RUN_ABORTED = 3  # the command started its work, but could not finish it
+EXIT_CODE_BROKEN_PIPE = 141  # 128 + SIGPIPE, as shells report for programs killed by SIGPIPE
 
 
 class RunAborted(Exception):
-    """An error that ends work that has already started. Its message is one sentence."""
+    """Raised when work that has already started cannot continue. The message is for the user."""
 
 
 def redacted_command_line() -> str:
-    """Return the command line of this process for a report, with secrets replaced."""
+    """Return the command line of this process as ./launch.sh command, with secrets replaced."""
     program, *arguments = sys.argv
     words = ["./launch.sh", *arguments]
     if Path(program).parent.name == "train":
@@ -38,10 +38,11 @@ def redacted_command_line() -> str:
 
 
 def is_output_pipe_closed() -> bool:
-    """Return whether stdout or stderr is a pipe whose reader has closed it, as `head` does."""
+    """Return whether stdout or stderr is a pipe whose reading process has closed it or ended, such
+    as `head`."""
     poll = select.poll()
     for stream in (sys.stdout, sys.stderr):
-        # A stream that is not a file has no descriptor to poll.
+        # `fileno` fails for a stream that is not a file, which cannot be a pipe either.
         with suppress(AttributeError, OSError, ValueError):
             poll.register(stream.fileno(), 0)  # with the event mask 0, poll reports only errors
     return bool(poll.poll(0))
@@ -49,7 +50,7 @@ def is_output_pipe_closed() -> bool:
 
 @contextmanager
 def exit_quietly_on_broken_pipe() -> Generator[None]:
-    """End the process without a message if the reader of the process's output closes the pipe."""
+    """End the process without a message if its output goes to a pipe and the pipe is closed."""
     try:
         try:
             yield
@@ -58,16 +59,16 @@ def exit_quietly_on_broken_pipe() -> Generator[None]:
             sys.stderr.flush()
     except BrokenPipeError:
         if is_output_pipe_closed():
-            # A normal exit would flush the streams once more, which would print an error.
+            # `sys.exit` would flush stdout and stderr once more, and print an error about the pipe.
             os._exit(EXIT_CODE_BROKEN_PIPE)
         raise
 
 
 @contextmanager
 def report_errors_and_exit() -> Generator[None]:
-    """Print an error that the block raises, and end the process.
+    """If the block raises an error, print it and end the process.
 
-    | error | output | exit code |
+    | error | printed | exit code |
     | --- | --- | --- |
     | ValueError, FileNotFoundError, a Python module that is not installed | a sentence | 2 |
     | RunAborted, OSError, SafetensorError | a sentence | 3 |
@@ -95,8 +96,8 @@ def report_errors_and_exit() -> Generator[None]:
 
 @contextmanager
 def explain_interrupt(explanation: str) -> Generator[None]:
-    """Attach `explanation` to the KeyboardInterrupt that Ctrl-C raises within the block. The
-    explanation says what was saved and how to continue."""
+    """Set the message of the KeyboardInterrupt if Ctrl-C is pressed within the block. `explanation`
+    tells the user what was saved and how to continue."""
     try:
         yield
     except KeyboardInterrupt as error:
@@ -104,8 +105,8 @@ def explain_interrupt(explanation: str) -> Generator[None]:
 
 
 def file_error_types() -> tuple[type[Exception], ...]:
-    """Return the exception classes that reading and writing files raises, including the one of
-    safetensors."""
+    """Return the exception classes for errors in reading and writing files: OSError and
+    SafetensorError."""
     from safetensors import SafetensorError
 
     return (OSError, SafetensorError)
@@ -113,12 +114,11 @@ def file_error_types() -> tuple[type[Exception], ...]:
 
 @contextmanager
 def abort_on_write_error(output_name: str) -> Generator[None]:
-    """Raise RunAborted if the block cannot write its files, because a disk is full, read-only or
-    missing.
+    """Convert write errors in the block to RunAborted, for example if the disk is full.
 
     output_name: what the block writes, for the message
 
-    BrokenPipeError is raised unchanged, because it concerns the command's output and not a file.
+    BrokenPipeError is not converted, because it concerns stdout or stderr and not a file.
     """
     try:
         yield
@@ -127,15 +127,15 @@ def abort_on_write_error(output_name: str) -> Generator[None]:
             raise
         reason = getattr(error, "strerror", None) or error
         raise RunAborted(
-            f"{output_name} could not be written: {reason}; what was saved before is complete, "
-            "and the same command goes on from there"
+            f"{output_name} could not be written: {reason}; what was saved before is complete. "
+            "Solve the problem, and run the same command again to continue"
         ) from error
 
 
 def exit_for_missing_module(error: ModuleNotFoundError) -> NoReturn:
-    """Print a sentence about a Python module that is not installed, and end the process.
+    """Print that a Python module is not installed and how to install it, and end the process.
 
-    If the missing module belongs to this project, that is a bug, and the exception is raised again.
+    If the missing module is part of this project, `error` is raised again, because it is a bug.
     """
     module = (error.name or "").partition(".")[0]
     if module in ("", "conf", "data", "infer", "train"):

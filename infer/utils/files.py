@@ -1,8 +1,8 @@
-"""Reading and writing of files: atomic writes without secrets, locks, digests, and comparison of
+"""Read and write files: atomic writes without secrets, lock files, digests, and comparison of saved
 settings.
 
-An atomic write leaves either the complete new file or the previous one, no matter when the process
-is killed.
+An atomic write leaves either the complete new file or the previous file, even if the process is
+killed while it writes.
 """
 
 import hashlib
@@ -21,18 +21,19 @@ from infer.utils.redact import redact, redact_text
 if TYPE_CHECKING:
     import torch
 
-# File mode of model files. safetensors creates files with mode 0600, but engines that other users
-# run must be able to read them.
+# File mode of model files: other users may read them. safetensors creates files with mode 0600,
+# which only their owner may read.
 SHARED_FILE_MODE = 0o644
 
 
 @contextmanager
 def atomic_replace_file(path: Path) -> Generator[Path]:
-    """Yield a hidden temporary path next to `path`. If the block succeeds, move the file that the
-    block has written there to `path`.
+    """Yield a hidden temporary path next to `path`, to which the block must write. If the block
+    succeeds, rename the temporary file to `path`.
 
-    The file is synced to disk before it is moved. If the block fails, the temporary file is
-    removed. An OSError without a file name, such as that of a full disk, gets the name of `path`.
+    The file is synced to disk before it is renamed. If the block fails, the temporary file is
+    removed. If the block raises an OSError without a file name, as for a full disk, the name of
+    `path` is added to the error.
     """
     temporary_path = path.with_name(f".{path.name}")
     try:
@@ -49,8 +50,8 @@ def atomic_replace_file(path: Path) -> Generator[Path]:
 
 @contextmanager
 def atomic_create_folder(path: Path) -> Generator[Path]:
-    """Yield a temporary folder for the block to fill. If the block succeeds, move the folder to
-    `path`.
+    """Yield a temporary folder, into which the block must write. If the block succeeds, rename the
+    folder to `path`.
 
     `path` must not exist, or must be an empty folder. If the block fails, the temporary folder is
     removed.
@@ -78,7 +79,7 @@ def write_json(path: Path, value: object) -> None:
 def save_shared_safetensors(
     tensors: "dict[str, torch.Tensor]", file: Path, metadata: dict[str, str] | None = None
 ) -> None:
-    """Write tensors to a safetensors file with mode SHARED_FILE_MODE.
+    """Write tensors to a safetensors file that all users of the machine may read.
 
     Raises OSError if the file cannot be written.
     """
@@ -93,21 +94,19 @@ def save_shared_safetensors(
 
 
 class UnreadableFileError(ValueError):
-    """A path does not lead to a regular file, or the file is larger than allowed."""
+    """Raised if a path is not a regular file, or the file is larger than allowed."""
 
 
 def read_limited_text(path: Path, max_bytes: int) -> str:
     """Return the text of a regular file of at most `max_bytes` bytes.
 
-    Devices and pipes are never opened, since a device may never end, and since opening a pipe
-    blocks until another process writes to it. Raises UnreadableFileError if `path` is not a regular
-    file or the file is too large, and OSError like `open`.
+    Devices and pipes are never opened: a device may have no end, and a pipe may block until another
+    process writes to it. Raises UnreadableFileError if `path` is not a regular file or the file is
+    too large. Raises OSError if the file cannot be read.
     """
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
-        raise UnreadableFileError(
-            f"{path.name} is a device, pipe or folder; a regular file is needed"
-        )
+        raise UnreadableFileError(f"{path.name} is a device, pipe or folder; give a regular file")
     if status.st_size > max_bytes:
         raise UnreadableFileError(
             f"{path.name} has {status.st_size} bytes, but at most {max_bytes} bytes are allowed"
@@ -123,8 +122,8 @@ def hold_lock_file(lock_path: Path, output_name: str, option: str) -> Generator[
     output_name: the output that the lock protects, for the error message
     option: the option with which the user chooses another output, such as "out="
 
-    The kernel releases the lock however the process ends. Raises ValueError if another process
-    holds the lock.
+    The operating system releases the lock even if the process is killed. Raises ValueError if
+    another process holds the lock.
     """
     with acquire_lock_file(lock_path, output_name, option) as lock:
         lock.truncate(0)
@@ -133,14 +132,14 @@ def hold_lock_file(lock_path: Path, output_name: str, option: str) -> Generator[
         try:
             yield
         finally:
-            # The file is removed before the lock is released. `acquire_lock_file` of another
-            # process notices that the file was removed.
+            # Another process may already have opened this file. It notices in `acquire_lock_file`
+            # that the file was removed.
             lock_path.unlink(missing_ok=True)
 
 
 def acquire_lock_file(lock_path: Path, output_name: str, option: str) -> TextIO:
-    """Return the open lock file after acquiring the lock. Raises ValueError if another process
-    holds the lock; the arguments are those of `hold_lock_file`."""
+    """Open a lock file, acquire its lock, and return the open file. The arguments are those of
+    `hold_lock_file`. Raises ValueError if another process holds the lock."""
     import fcntl
 
     while True:
@@ -159,12 +158,13 @@ def acquire_lock_file(lock_path: Path, output_name: str, option: str) -> TextIO:
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(lock.fileno()), lock_path.stat()):
                 return lock
-        # The process that held the lock before has removed the file since it was opened here.
+        # Between `open` and `flock`, the previous holder of the lock has removed the file. Try
+        # again with a new file.
         lock.close()
 
 
 def fsync_path(path: Path) -> None:
-    """Wait until a file or folder has been written to the disk."""
+    """Wait until a file's content, or a folder's list of entries, has been written to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -179,13 +179,16 @@ def file_digest(path: Path) -> str:
 
 
 def json_digest(value: object) -> str:
-    """Return the SHA-256 of a JSON value in hexadecimal. It does not depend on the order of
-    keys."""
+    """Return the SHA-256 of a JSON value in hexadecimal. The order of the keys has no influence."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def find_changed_keys(saved: object, current: object, prefix: str = "") -> list[str]:
-    """Return the dotted keys whose values differ between two nested dictionaries."""
+    """Compare two nested dictionaries. Return the keys with different values, such as
+    "optim.batch_size".
+
+    prefix: the dotted key of the dictionaries themselves, for the recursion
+    """
     if not isinstance(saved, dict) or not isinstance(current, dict):
         return [] if saved == current else [prefix.removesuffix(".")]
     changed_keys = []
@@ -197,13 +200,13 @@ def find_changed_keys(saved: object, current: object, prefix: str = "") -> list[
 def refuse_changed_settings(
     saved: dict, current: dict, message: str, ignored_prefixes: tuple[str, ...] = ()
 ) -> None:
-    """Raise ValueError if the settings that an output was started with differ from the current
-    settings.
+    """Raise ValueError if the current settings differ from those with which an output, such as the
+    folder of a training run, was started.
 
-    saved: settings that are stored with the output, with secrets replaced; secrets are not compared
-    current: settings of this run
-    message: the error message, in which {keys} stands for the changed keys
-    ignored_prefixes: keys that start with one of these texts may differ
+    saved: the settings that are stored with the output; secrets were replaced and are not compared
+    current: the current settings
+    message: the error message, in which {keys} is replaced by the changed keys
+    ignored_prefixes: settings whose keys start with one of these texts may differ
     """
     json_settings = json.loads(json.dumps(current))
     changed_keys = find_changed_keys(redact(saved), redact(json_settings))

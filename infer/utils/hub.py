@@ -1,7 +1,7 @@
-"""A check whether the Hugging Face hub can be reached. It is made once and takes at most a few
-seconds.
+"""Check once whether the Hugging Face hub can be reached, and switch to offline mode if not.
 
-Without this check, libraries try for about half a minute to reach an unreachable hub.
+The check takes at most a few seconds. Without it, libraries try for about half a minute to reach an
+unreachable hub.
 """
 
 import os
@@ -19,17 +19,18 @@ HUB_REACHABILITY_TIMEOUT_SECONDS = 3.0
 DEFAULT_PORT_OF_HTTP_URLS = 80
 DEFAULT_PORT_OF_HTTPS_URLS = 443
 HUB_NAME_PATTERN = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-# Names, without their section, of the options whose values may be repositories on the hub.
+# The options whose values may name repositories on the hub, without the section in front of their
+# names: "path" stands for target.path and data.path.
 HUB_OPTION_KEYS = {"path", "checkpoint", "checkpoints", "init", "base_model"}
 
 
 def go_offline_if_hub_is_unreachable(options: Iterable[tuple[str, object]]) -> None:
-    """Switch huggingface_hub to offline mode if an option names a repository on the hub and the hub
-    cannot be reached.
+    """Switch huggingface_hub to offline mode if an option's value looks like a repository on the
+    hub, but the hub cannot be reached.
 
-    options: (dotted name, value) of every option
+    options: pairs (name, value) of all options, with names such as "target.path"
 
-    In offline mode, huggingface_hub reports at once that a file is not in its local cache.
+    In offline mode, huggingface_hub uses its local cache, and reports a missing file at once.
     """
     values = {str(value) for key, value in options if HUB_OPTION_KEYS & set(key.split("."))}
     names_repository = any(
@@ -44,7 +45,7 @@ def go_offline_if_hub_is_unreachable(options: Iterable[tuple[str, object]]) -> N
 
 @cache
 def is_hub_reachable() -> bool:
-    """Return whether the hub, or the proxy in front of it, accepts a connection within
+    """Return whether the hub, or the configured HTTP proxy, accepts a connection within
     HUB_REACHABILITY_TIMEOUT_SECONDS. Return False if huggingface_hub is in offline mode."""
     from huggingface_hub import constants
 
@@ -68,8 +69,8 @@ def is_hub_reachable() -> bool:
         ):
             connections.append(address)
 
-    # The connection is made in a thread, because resolving the host name may take longer than the
-    # timeout.
+    # A thread is used because the socket's timeout does not include the time to resolve the host
+    # name.
     thread = Thread(target=connect, daemon=True)
     thread.start()
     thread.join(HUB_REACHABILITY_TIMEOUT_SECONDS)

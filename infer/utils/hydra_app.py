@@ -1,10 +1,9 @@
-"""Run a command under Hydra, which composes the files in conf/ and the command line to a
-configuration. The configuration becomes a checked dataclass of options.
+"""Run a command under Hydra. Hydra composes a configuration from the files in conf/ and the command
+line. This module converts the configuration to a checked dataclass of options.
 
-Groups, sweeps, `--config-dir` and `--cfg` are features of Hydra. This module adds the schema of the
-options in Hydra's config store, a help text that explains every option, the argument `--prompt`,
-paths in place of a group's name (`target=/path/to/model`), and options from the training run of a
-checkpoint.
+Groups, sweeps, `--config-dir` and `--cfg` are features of Hydra. This module adds a help text that
+explains every option, the argument `--prompt`, short forms such as `target=/path/to/model`, and
+default options from the training run of a checkpoint (`infer.utils.checkpoint_run`).
 """
 
 import gc
@@ -35,22 +34,22 @@ from infer.utils.renamed_options import new_name_in
 CONFIG_FOLDER = Path(__file__).resolve().parent.parent.parent / "conf"
 HYDRA_VERSION_BASE = "1.3"
 HELP_FLAGS = {"--help", "-h"}
-# Choices of a group that the user did not make: None stands for no choice, and "embedded" is the
-# default target and data.
+# A group with one of these values was not chosen by the user: None means no value, and "embedded"
+# is the default of the groups target and data.
 DEFAULT_HYDRA_GROUP_CHOICES = (None, "embedded")
-# Number of allocated objects that starts a garbage collection. With Python's default of 700, a
-# tenth of the time to start a command is spent in collections that free nothing.
+# After this number of new objects, Python runs a garbage collection. With Python's default of 700,
+# a command spends a tenth of its start-up time in collections that free nothing.
 GC_THRESHOLD_OBJECTS = 10_000
 
 
 @dataclass
 class HydraJob:
-    """A command in the form of a callable, which Hydra calls with the composed configuration.
+    """A callable that runs a command. Hydra calls it with the composed configuration.
 
-    Hydra's launchers may pickle this object and call it in another process.
+    Hydra's launchers for sweeps may pickle this object and call it in another process.
 
     options_class: the command's dataclass of options
-    function: runs the command with these options
+    function: runs the command; its argument is the checked dataclass of options
     prompt: the text of `--prompt`, or None
     command_line: the command line as the user typed it
     """
@@ -63,7 +62,8 @@ class HydraJob:
     def __call__(self, config: Any) -> None:
         from hydra.core.hydra_config import HydraConfig
 
-        sys.argv = self.command_line  # Reports quote the command line as the user typed it.
+        # Undo the changes of `run_command`: reports quote the command line as the user typed it.
+        sys.argv = self.command_line
         hydra_config = HydraConfig.get()
         output_folder = Path(hydra_config.runtime.output_dir)
         with report_errors_and_exit():
@@ -77,7 +77,8 @@ class HydraJob:
                 self.function(options)
             finally:
                 if output_folder != Path.cwd():
-                    with suppress(OSError):  # the folder is kept if it is not empty
+                    # Remove Hydra's output folder; `rmdir` fails if the folder is not empty.
+                    with suppress(OSError):
                         output_folder.rmdir()
 
 
@@ -88,15 +89,14 @@ def run_command(
     function: Callable[[Any], None],
     arguments: list[str] | None = None,
 ) -> None:
-    """Compose conf/<config_name>.yaml with the command-line arguments, and call `function` with the
-    resulting options.
+    """Run a command: build its options from conf/<config_name>.yaml and the command-line arguments,
+    and call `function` with them.
 
     options_class: the command's dataclass of options
     arguments: command-line arguments; None means those in `sys.argv`
 
-    With `-m`, `function` is called for every job of a sweep. A mistake in the arguments ends the
-    process with exit code 2 before any package that is slow to import is imported. The output is
-    then a message of Hydra or one sentence (`report_errors_and_exit`).
+    With `-m`, `function` is called for every job of a sweep. If an argument is wrong, the process
+    prints a message and ends with exit code 2, before slow packages such as torch are imported.
     """
     import hydra
 
@@ -128,9 +128,11 @@ def run_command(
 
 
 def print_command_help(config_name: str, options_class: type, overrides: list[str]) -> None:
-    """Print the help of a command.
+    """Print a command's options with their values and meanings.
 
-    Hydra's own help is slower, and it does not explain the options.
+    overrides: command-line arguments whose effect on the values is shown
+
+    Hydra's own help is not used because it is slower and does not explain the options.
     """
     from omegaconf import OmegaConf
 
@@ -140,10 +142,10 @@ def print_command_help(config_name: str, options_class: type, overrides: list[st
 
 @contextmanager
 def translate_hydra_errors() -> Generator[None]:
-    """Convert Hydra's errors within the block to ValueError with Hydra's message.
+    """Convert errors that Hydra raises in the block to ValueError with Hydra's message.
 
-    Without this conversion, Hydra prints the error and ends the process. If the environment has
-    HYDRA_FULL_ERROR=1, the original error is raised.
+    By default, Hydra would print the error and end the process. If the user has set the environment
+    variable HYDRA_FULL_ERROR, the original error is raised.
     """
     from hydra.errors import HydraException
 
@@ -156,17 +158,19 @@ def translate_hydra_errors() -> Generator[None]:
             raise
         message = f"{error}\n{error.__cause__ or ''}".strip()
         raise ValueError(new_name_in(message) or message) from error
-    # OmegaConf raises this if the value is a dictionary where null is expected
+    # OmegaConf raises AttributeError for a dictionary where it expects null.
     except AttributeError as error:
-        raise ValueError(f"a value does not have the type of its option: {error}") from error
+        raise ValueError(
+            f"an option was given a value of the wrong type: {error}. See --help for the types"
+        ) from error
     finally:
         if not wants_traceback:
             del os.environ["HYDRA_FULL_ERROR"]
 
 
 def compose_options(config_name: str, options_class: type, arguments: Iterable[str]) -> Any:
-    """Return the checked options of a command for the given command-line arguments, without running
-    the command.
+    """Build the checked options of a command from command-line arguments, without running the
+    command.
 
     Raises ValueError if an argument or an option is invalid.
     """
@@ -178,17 +182,17 @@ def compose_options(config_name: str, options_class: type, arguments: Iterable[s
 
 
 def compose_config(config_name: str, options_class: type, overrides: Iterable[str]) -> Any:
-    """Return the composed configuration, including Hydra's own section. Its options are not checked
-    yet.
+    """Let Hydra compose a command's configuration from conf/ and command-line arguments.
 
-    Raises ValueError if the configuration cannot be composed.
+    Returns the configuration as a DictConfig, including Hydra's own section `hydra`. The options
+    are not checked yet. Raises ValueError if Hydra refuses an argument.
     """
     import hydra
     from hydra.core.global_hydra import GlobalHydra
 
     register_options(options_class)
-    # Hydra allows only one application at a time, and a command that runs under Hydra may call this
-    # function.
+    # Hydra's global state must be cleared, because this function may be called by a command that
+    # itself runs under Hydra.
     GlobalHydra.instance().clear()
     with (
         hydra.initialize_config_dir(str(CONFIG_FOLDER), version_base=HYDRA_VERSION_BASE),
@@ -215,8 +219,8 @@ def build_checked_options(
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        # The configuration is merged as plain values. With +KEY=VALUE it may contain keys that the
-        # dataclass does not have, and only a merge of plain values refuses such keys.
+        # With +KEY=VALUE, the user can add keys that the dataclass does not have. The merge refuses
+        # such keys only if `config` is converted to plain dictionaries first.
         schema = OmegaConf.structured(options_class)
         merged = OmegaConf.merge(schema, OmegaConf.to_container(config))
         run_options = load_run_options(merged, find_chosen_keys(hydra_config), options_class)
@@ -234,8 +238,11 @@ def build_checked_options(
 
 
 def find_chosen_keys(hydra_config: Any) -> set[str]:
-    """Return the option names and groups that the user chose, on the command line or by a
-    preset."""
+    """Return the names of the options and groups that the user has set, on the command line or
+    through a preset.
+
+    hydra_config: Hydra's own section of the configuration
+    """
     keys = set()
     for override in hydra_config.overrides.task:
         keys.add(re.sub(r"^\+*|=.*$", "", override, flags=re.DOTALL))
@@ -246,10 +253,10 @@ def find_chosen_keys(hydra_config: Any) -> set[str]:
 
 
 def register_options(options_class: type) -> None:
-    """Store a command's dataclass of options in Hydra's config store under the name
-    `<command>_schema`.
+    """Register a command's dataclass of options as a schema in Hydra's config store.
 
-    The command's file in conf/ names this schema in its defaults list.
+    The schema's name is `<command>_schema`, which the command's file in conf/ lists under
+    `defaults`.
     """
     from hydra.core.config_store import ConfigStore
 

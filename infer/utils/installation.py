@@ -1,13 +1,12 @@
-"""The installed version of this package, and which extra of the package installs a missing
-module."""
+"""The installed version of this package, and the messages about missing optional dependencies."""
 
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 PACKAGE_NAME = "blockdraft"
 SOURCE_ROOT = Path(__file__).resolve().parent.parent.parent
-# The optional dependencies of pyproject.toml. Key: name of the extra. Value: the modules that it
-# installs, by the names under which they are imported.
+# The extras (groups of optional dependencies) of pyproject.toml. Keys are names of extras. Values
+# are the modules that an extra installs, with the names that Python code imports.
 EXTRA_MODULES = {
     "train": ("datasets", "deepspeed", "wandb"),
     "serve": ("fastapi", "httpx", "llguidance", "prometheus_client", "uvicorn"),
@@ -32,8 +31,8 @@ def package_version() -> str:
 def describe_missing_module(module: str) -> str:
     """Return an error message for a module that could not be imported.
 
-    If an extra of this package installs the module, the message contains the command that installs
-    the extra.
+    If one of this package's extras (optional dependencies) installs the module, the message
+    contains the pip command for this extra.
     """
     extras = (extra for extra, modules in EXTRA_MODULES.items() if module in modules)
     extra = next(extras, None)
@@ -43,8 +42,8 @@ def describe_missing_module(module: str) -> str:
         version(PACKAGE_NAME)
         source = PACKAGE_NAME
     except PackageNotFoundError:
-        # The extra is installed from the source folder, since another project may have this name in
-        # a package index.
+        # Install the extra from the source folder: on a package index, another project may have
+        # this package's name.
         source = str(SOURCE_ROOT)
     return (
         f"this command needs {module}, which is not installed; run pip install '{source}[{extra}]'"

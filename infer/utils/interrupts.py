@@ -1,4 +1,4 @@
-"""Ctrl-C ends the process within two seconds, with one sentence and exit code 130."""
+"""End the process within two seconds after Ctrl-C, with one sentence and exit code 130."""
 
 import os
 import signal
@@ -10,15 +10,18 @@ from typing import NoReturn
 from infer.utils.progress import HEARTBEAT
 
 EXIT_CODE_INTERRUPTED = 130  # 128 + SIGINT
-INTERRUPT_GRACE_SECONDS = 1.5  # time that a KeyboardInterrupt has to end the process by itself
+# Time after Ctrl-C until the watcher thread ends the process. Python's own KeyboardInterrupt
+# usually ends the process before.
+INTERRUPT_GRACE_SECONDS = 1.5
 
 
 def exit_after_interrupt(error: KeyboardInterrupt) -> NoReturn:
     """Print one sentence and end the process after Ctrl-C.
 
-    error: the interrupt; its message says what was saved
+    error: its message tells the user what was saved (`explain_interrupt`)
 
-    Other threads are not waited for, because a request in one of them may take minutes.
+    The process does not wait for its other threads, because a request in one of them may take
+    minutes.
     """
     explanation = str(error) or "files written before are complete"
     print(f"\nstopped by Ctrl-C: {explanation}", file=sys.stderr)
@@ -28,7 +31,7 @@ def exit_after_interrupt(error: KeyboardInterrupt) -> NoReturn:
 
 
 class InterruptWatcher(threading.Thread):
-    """A thread that ends the process if Ctrl-C alone does not end it.
+    """A thread that ends the process after Ctrl-C if Python's KeyboardInterrupt comes too late.
 
     Python raises KeyboardInterrupt only between two bytecode instructions. A single call of
     compiled code, such as counting n-grams or loading weights, may take minutes.
@@ -36,13 +39,13 @@ class InterruptWatcher(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        # Number of interrupts that this thread ignores because other code handles them. A training
-        # run saves a checkpoint after the first interrupt.
+        # Number of the next interrupts that this thread ignores because other code handles them.
+        # For example, a training run handles the first one by saving its state.
         self.interrupts_to_ignore = 0
 
     def start_watching(self) -> None:
-        """Start the thread. Outside the main thread this does nothing, because only the main thread
-        handles signals."""
+        """Start the thread that ends the process some time after Ctrl-C. Do nothing if this is
+        called outside the main thread, because only the main thread can set up signals."""
         if self.is_alive() or threading.current_thread() is not threading.main_thread():
             return
         self.signal_pipe, write_end = os.pipe()
@@ -52,8 +55,8 @@ class InterruptWatcher(threading.Thread):
 
     def run(self) -> None:
         while signal_byte := os.read(self.signal_pipe, 1):
-            # If there is no activity, the command waits for user input, which Ctrl-C interrupts
-            # without this thread.
+            # Without an activity, the command waits for user input. Ctrl-C interrupts that at once,
+            # and the process must not be ended here.
             if signal_byte[0] != signal.SIGINT or HEARTBEAT.activity is None:
                 continue
             if self.interrupts_to_ignore:

@@ -1,4 +1,4 @@
-"""Compilation of CPU loops to machine code with numba."""
+"""Compile CPU loops to machine code with numba."""
 
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -8,19 +8,19 @@ from typing import Any
 import numba
 from numba import types
 
-# LLVM fast-math flags. "reassoc" allows sums to be computed in any order. "contract" allows a
-# multiplication and an addition to become one fused operation. "nnan" promises that there is no
-# NaN. "nsz" promises that the sign of zero does not matter.
+# LLVM fast-math flags. "reassoc" lets the compiler compute sums in any order. "contract" lets it
+# fuse a multiplication and an addition. "nnan" lets it assume that there is no NaN. "nsz" lets it
+# ignore the sign of zero.
 FASTMATH_REASSOCIATE = {"reassoc", "contract"}
 FASTMATH_KEEP_ORDER = {"contract", "nnan", "nsz"}
 
 
 def njit(function: Callable | None = None, *, fastmath: Collection[str] = ()) -> Any:
-    """Compile a function to machine code that does not use the Python interpreter, and cache the
-    machine code on disk.
+    """Compile a function with `numba.njit` (without the GIL), and cache the machine code on disk.
+    Use it as a decorator, `@njit` or `@njit(fastmath=...)`.
 
-    function: the function; None if `njit` is used with arguments, as `@njit(fastmath=...)`
-    fastmath: LLVM fast-math flags, which the vectorisation of sums needs
+    function: the function; None in the form with arguments
+    fastmath: LLVM fast-math flags; sums are vectorised only with FASTMATH_REASSOCIATE
 
     The cache is next to the source file or in the user's cache folder. If neither is writable, or
     if the disk is full, every process compiles the function again.
@@ -35,7 +35,8 @@ def njit(function: Callable | None = None, *, fastmath: Collection[str] = ()) ->
             raise
         return numba.njit(**options)(function)
 
-    cache = compiled._cache  # numba has no public option to ignore failed cache writes
+    # numba has no public option to ignore errors when it writes to the cache.
+    cache = compiled._cache
     save_overload = cache.save_overload
 
     def save_overload_if_possible(*overload: object) -> None:
@@ -47,10 +48,10 @@ def njit(function: Callable | None = None, *, fastmath: Collection[str] = ()) ->
 
 
 def c_function_address(compiled: Any) -> int:
-    """Return the address of the C function of a function that `njit` has compiled. The function
-    must take one argument, which has the numba type `intp`.
+    """Return the address at which C code can call a function that `njit` has compiled. The function
+    must take one argument of numba type `intp` (an integer as wide as a pointer).
 
-    If the function was not compiled for that type yet, it is compiled now.
+    If the function has not been compiled for this type yet, it is compiled now.
     """
     compiled.compile((types.intp,))
     overload = compiled.overloads[types.intp,]

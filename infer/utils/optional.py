@@ -1,18 +1,18 @@
-"""Optional packages: folders and files that may be deleted without breaking the rest of the
-project.
+"""Helpers for optional packages: parts of this project that may be deleted without breaking the
+rest. tests/test_optional_packages.py deletes each of them.
 
-tests/test_optional_packages.py deletes each of them. Other code refers to them only in tables that
-contain entry points "module:name". A table leaves out rows whose module is missing, and an error
-message explains why such a row is not available.
+Other code refers to an optional package only through entry points "module:name" in tables of
+features. If the module is missing, its feature is left out, and an error message explains why.
 """
 
 from importlib.util import find_spec
 
 
 def find_missing_path(entry_point: str) -> str | None:
-    """Return the outermost missing file or folder of the module in an entry point "module:name".
+    """Return which file or folder is missing if the module of an entry point "module:name" cannot
+    be found, else None.
 
-    Return None if the module is installed.
+    For "a.b.c:name", this is "a" if the folder a is missing, and "a/b/c.py" if only the file is.
     """
     module_path = entry_point.partition(":")[0].split(".")
     for depth in range(1, len(module_path) + 1):
@@ -23,15 +23,14 @@ def find_missing_path(entry_point: str) -> str | None:
 
 
 def is_installed(entry_point: str) -> bool:
-    """Return whether the module in an entry point "module:name" is installed."""
+    """Return whether the module of an entry point "module:name" exists, without importing it."""
     return find_missing_path(entry_point) is None
 
 
 def explain_missing_module(entry_point: str, feature: str) -> str | None:
-    """Return an error message if the module in an entry point "module:name" is missing, otherwise
-    None.
+    """Return an error message if the module of an entry point "module:name" is missing, else None.
 
-    feature: what the user requested, such as "method=static"
+    feature: the option that needs the module, for the message, such as "method=static"
     """
     missing_path = find_missing_path(entry_point)
     if missing_path is None:
@@ -40,8 +39,10 @@ def explain_missing_module(entry_point: str, feature: str) -> str | None:
 
 
 def require_installed(entry_point: str, feature: str) -> None:
-    """Raise ValueError if the module in an entry point is missing. The arguments are those of
-    `explain_missing_module`."""
+    """Raise ValueError if the module of an entry point "module:name" is missing.
+
+    feature: the option that needs the module, for the message, such as "method=static"
+    """
     message = explain_missing_module(entry_point, feature)
     if message is not None:
         raise ValueError(message)

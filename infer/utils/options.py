@@ -1,5 +1,5 @@
-"""Handling of option dataclasses: their help text, checks of their numbers, and text options that
-are read from files."""
+"""Functions for the option dataclasses of all commands: print help, check numbers, expand short
+command-line arguments, and read the texts of options from files."""
 
 import json
 import re
@@ -14,27 +14,29 @@ from typing import Any
 from infer.utils.checks import TEXT_OR_FILE_METADATA_KEY
 from infer.utils.files import read_limited_text
 
-NUMERIC_OPTION_ABSOLUTE_VALUE_BOUND = 2**62  # seeds and counts are 64-bit integers
+# Numbers up to this bound fit into 64-bit integers, also after small additions.
+NUMERIC_OPTION_ABSOLUTE_VALUE_BOUND = 2**62
 MAX_OPTION_TEXT_FILE_BYTES = 16 << 20
-# Groups of presets. A preset of a later group overrides the options of a preset of an earlier
-# group.
+# Groups of presets in conf/. If two presets set the same option, the preset of the later group
+# takes effect.
 PRESET_GROUPS = ("model", "recipe", "experiment")
-# For these groups, GROUP=VALUE means GROUP.path=VALUE if VALUE looks like a path or a repository on
-# the hub.
+# For these groups, GROUP=VALUE is short for GROUP.path=VALUE if VALUE looks like a path, or like a
+# repository on the Hugging Face hub.
 HYDRA_GROUPS_ACCEPTING_PATHS = ("target", "data")
 PATH_OR_HUB_NAME_PATTERN = re.compile(r".*/.*|.*\.(jsonl|jsonl\.gz|json|parquet|txt|gguf)['\"]?")
 
 
 def print_help(options_class: Any, values: dict, config_folder: Path) -> None:
-    """Print every option with its value, type and meaning, and then the groups in `config_folder`
-    with their choices.
+    """Print the help of a command: every option with its value, type and meaning, and then the
+    option groups in `config_folder` with the names that may be chosen.
 
     options_class: the command's dataclass of options
     values: the value of every option, by name; a nested dictionary for a nested dataclass
     """
     print("\n".join(describe_options(options_class, values)))
     print(
-        "\nGroups (write GROUP=NAME; target and data also take a path, such as data=chats.jsonl):"
+        "\nGroups of options (choose with GROUP=NAME; target and data also take a path, such as "
+        "data=chats.jsonl):"
     )
     groups = [path for path in config_folder.iterdir() if path.is_dir() and path.name != "hydra"]
     for group in sorted(groups):
@@ -47,13 +49,14 @@ def print_help(options_class: Any, values: dict, config_folder: Path) -> None:
 
 
 def describe_options(options_class: Any, values: dict, prefix: str = "") -> Iterator[str]:
-    """Yield the help texts of a dataclass of options and of the dataclasses nested in it.
+    """Yield the help text of each dataclass of options: of `options_class`, and of the dataclasses
+    nested in it.
 
     values: the value of every option, by name; a nested dictionary for a nested dataclass
     prefix: text in front of the option names, such as "decoding."
 
-    The help text is the docstring of the dataclass. In every entry "name: meaning", the name is
-    replaced by the option's full name, value and type.
+    The help text is the docstring of the dataclass. In each of its lines "name: meaning", the name
+    is replaced by the option's full name, value and type.
     """
     fields_by_name = {field.name: field for field in fields(options_class)}
 
@@ -73,8 +76,8 @@ def describe_options(options_class: Any, values: dict, prefix: str = "") -> Iter
 
 
 def check_numbers(options: Any) -> None:
-    """Raise ValueError if an option's number is not finite, or if its absolute value does not fit
-    into 62 bits."""
+    """Raise ValueError if a numeric option is infinite or NaN, or if its absolute value is 2**62 or
+    more. Options of nested dataclasses are included."""
     for key, value in iterate_leaf_values(asdict(options)):
         if not isinstance(value, (int, float)):
             continue
@@ -85,8 +88,8 @@ def check_numbers(options: Any) -> None:
 def split_prompt_argument(arguments: list[str]) -> tuple[list[str], str | None]:
     """Remove `--prompt TEXT` from the command-line arguments.
 
-    Returns the other arguments, and the text or None if there is no prompt. The text does not go
-    through Hydra, because Hydra's grammar would interpret special characters in the text.
+    Returns the other arguments, and TEXT, or None if there is no `--prompt`. TEXT is not passed to
+    Hydra, because Hydra would interpret special characters in it.
     """
     if "--prompt" not in arguments[:-1]:
         return arguments, None
@@ -95,11 +98,10 @@ def split_prompt_argument(arguments: list[str]) -> tuple[list[str], str | None]:
 
 
 def expand_short_arguments(arguments: Iterable[str]) -> list[str]:
-    """Rewrite short forms of command-line arguments to the form that Hydra takes.
+    """Rewrite short forms of command-line arguments to forms that Hydra understands.
 
-    target=/path/to/model becomes target.path=/path/to/model. +model=NAME becomes model=NAME. This
-    is possible because the files in conf/ list every preset group, so that the order of presets on
-    the command line does not matter.
+    target=/path/to/model becomes target.path=/path/to/model. The "+" in front of a preset, as in
+    +model=NAME, is removed, because the files in conf/ already list every preset group.
     """
     rewritten = []
     for argument in arguments:
@@ -113,8 +115,8 @@ def expand_short_arguments(arguments: Iterable[str]) -> list[str]:
 
 
 def resolve_text_options(options: Any) -> None:
-    """Replace "@FILE" by the file's content in every option whose field is marked with
-    TEXT_OR_FILE_METADATA_KEY.
+    """Replace values "@FILE" by the content of the file, in place. This applies to options whose
+    dataclass field is marked with TEXT_OR_FILE_METADATA_KEY.
 
     Options of nested dataclasses are included. Raises ValueError if a file cannot be read.
     """
@@ -129,7 +131,10 @@ def resolve_text_options(options: Any) -> None:
 
 
 def resolve_text_option(key: str, text: str) -> str:
-    """Return the text that the value of an option stands for.
+    """Return the text for an option's value, which is read from a file or from standard input if
+    the value says so.
+
+    key: the option's name. text: the value.
 
     | value | result |
     | --- | --- |
@@ -150,14 +155,17 @@ def resolve_text_option(key: str, text: str) -> str:
         return read_limited_text(Path(text[1:]).expanduser(), MAX_OPTION_TEXT_FILE_BYTES)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{key}={text}: the file could not be read ({error}); to use {text} as text, write "
-            f"@{text}"
+            f"{key}={text}: the file could not be read ({error}); if you mean the text {text} and "
+            f"not a file, write @{text}"
         ) from error
 
 
 def iterate_leaf_values(value: object, name: str = "") -> Iterator[tuple[str, object]]:
-    """Yield (dotted key, value) for every value in nested dictionaries and lists. `name` is the key
-    of `value` itself."""
+    """Yield a pair (dotted key, value) for each value inside nested dictionaries and lists, such as
+    ("optim.batch_size", 8).
+
+    name: the dotted key of `value` itself, for the recursion
+    """
     if isinstance(value, dict):
         items = list(value.items())
     elif isinstance(value, list):

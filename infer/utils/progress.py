@@ -1,6 +1,6 @@
-"""Progress lines of long work, with the amount done, the rate and the remaining time.
+"""Print progress lines for long work, with the amount done, the rate and the remaining time.
 
-A heartbeat thread prints a line when a command has printed nothing for a while.
+A separate thread, the heartbeat, prints a line if a command has printed nothing for a while.
 """
 
 import math
@@ -13,13 +13,12 @@ from contextlib import contextmanager
 from shutil import get_terminal_size
 from typing import TextIO
 
-SECONDS_BETWEEN_PROGRESS_LINES = 60.0  # between two lines, if the output is not a terminal
-SECONDS_TO_FIRST_PROGRESS_LINE = (
-    25.0  # to the heartbeat's first line, if a command has printed nothing
-)
-SECONDS_BETWEEN_PROGRESS_LINE_REWRITES = (
-    0.1  # between two updates of the progress line on a terminal
-)
+# Time between two lines of the heartbeat, and of a `Progress` whose output is not a terminal.
+SECONDS_BETWEEN_PROGRESS_LINES = 60.0
+# Time after which the heartbeat prints its first line if the command has printed nothing.
+SECONDS_TO_FIRST_PROGRESS_LINE = 25.0
+# Time between two updates of the progress line on a terminal.
+SECONDS_BETWEEN_PROGRESS_LINE_REWRITES = 0.1
 CLEAR_LINE = "\r\x1b[K"
 
 
@@ -37,20 +36,20 @@ class Heartbeat(threading.Thread):
     """A thread that prints what the command is doing while the command itself prints nothing.
 
     The first line comes after SECONDS_TO_FIRST_PROGRESS_LINE without output, and later lines after
-    SECONDS_BETWEEN_PROGRESS_LINES without output. Work that updates a `Progress` prints its own
-    lines.
+    SECONDS_BETWEEN_PROGRESS_LINES without output. While a `Progress` is updated, the thread prints
+    nothing, because the `Progress` prints its own lines.
     """
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
         self.set_activity(None)
-        # time of the last printed line or of the last update of a `Progress`
+        # `time.monotonic()` of the last line of this thread, or the last update of a `Progress`
         self.last_output_time = self.since
-        self.has_printed = False  # whether the command has printed a line
+        self.has_printed = False  # whether this thread or a `Progress` has printed a line yet
 
     def start_watching(self) -> None:
-        """Start watching a command. In distributed processes other than rank 0 this does
-        nothing."""
+        """Start the thread at the beginning of a command. Do nothing in distributed processes other
+        than rank 0."""
         if os.environ.get("RANK", "0") != "0":
             return
         self.set_activity("working")
@@ -60,10 +59,10 @@ class Heartbeat(threading.Thread):
             self.start()
 
     def set_activity(self, activity: str | None, since: float | None = None) -> None:
-        """Set what the command is doing.
+        """Set the text about what the command is doing now.
 
-        activity: the text to print; None means that the command waits for user input and that no
-            lines are printed
+        activity: the text; None means that the command waits for user input, and the thread prints
+            nothing
         since: when the activity began, as `time.monotonic()`; None means now
         """
         self.activity = activity
@@ -75,7 +74,7 @@ class Heartbeat(threading.Thread):
             self.print_if_silent()
 
     def print_if_silent(self) -> None:
-        """Print the activity if the command has printed nothing for long enough."""
+        """Print the activity and its duration if nothing has been printed for long enough."""
         now = time.monotonic()
         activity = self.activity
         max_silence = (
@@ -95,8 +94,8 @@ HEARTBEAT = Heartbeat()
 
 @contextmanager
 def report_activity(activity: str) -> Generator[None]:
-    """Let the heartbeat print `activity` within the block. After the block, the previous activity
-    is restored."""
+    """Set `activity` within the block as the text that the heartbeat prints when the command prints
+    nothing. Restore the previous text after the block."""
     previous_activity = HEARTBEAT.activity
     previous_since = HEARTBEAT.since
     HEARTBEAT.set_activity(activity)
@@ -107,16 +106,16 @@ def report_activity(activity: str) -> Generator[None]:
 
 
 class Progress:
-    """A line that shows the progress of running work.
+    """Prints the progress of running work. Call the object with the amount done so far.
 
-    On a terminal the line is rewritten in place. Otherwise a line is printed every minute and at
+    On a terminal one line is rewritten in place. Otherwise a line is printed every minute and at
     the end.
 
     activity: the work, such as "evaluating"
     unit: what is counted, such as "prompts"
-    initial_count: amount that an earlier process had done, which does not count for the rate
+    initial_count: amount done before a resumption, which is not counted in the rate
     quiet: print nothing, for distributed processes other than the first
-    stream: where the line is printed; None means standard error
+    stream: where lines are printed; None means standard error
     minutes: time limit of the work; None means that the work has no time limit
     """
 
@@ -138,7 +137,8 @@ class Progress:
         self.last_line_time = self.start_time
         self.deadline = math.inf if minutes is None else self.start_time + 60 * minutes
         self.count = initial_count
-        self.has_open_line = False  # whether the terminal's last line is a progress line
+        # whether the terminal's last line is a progress line that will be rewritten in place
+        self.has_open_line = False
         self.previous_activity = HEARTBEAT.activity
         self.previous_since = HEARTBEAT.since
         if not quiet:
@@ -146,18 +146,18 @@ class Progress:
 
     @property
     def stream(self) -> TextIO:
-        """Return the output stream: the given one, otherwise the current `sys.stderr`."""
+        """The stream to which lines are printed: the argument `stream`, or else `sys.stderr`."""
         return self.explicit_stream or sys.stderr
 
     def __call__(self, count: int, total: int | None = None, note: str = "") -> None:
-        """Update the line: `count` of `total` units are done.
+        """Report that `count` of `total` units are done, and print a line if it is time to.
 
         total: number of units of the whole work; None if the number is unknown
         note: text at the end of the line
         """
         now = time.monotonic()
         finished = total is not None and count >= total
-        if count < self.count:  # the count starts again for the next piece of work
+        if count < self.count:  # a smaller count means that a new piece of work has started
             self.start_time = now
             self.initial_count = count
         self.count = count
@@ -191,8 +191,8 @@ class Progress:
         self.print_line(line, end="" if is_terminal and not finished else "\n")
 
     def describe_rate(self, count: int, total: int | None, seconds: float) -> list[str]:
-        """Describe the rate and the remaining time in words. Return an empty list if nothing has
-        been done yet.
+        """Return texts such as ["2.5 a second", "3 min left"] about the rate and the remaining
+        time. Return an empty list if nothing has been done yet.
 
         seconds: time since the work started
         """
@@ -211,7 +211,7 @@ class Progress:
         return words
 
     def print_line(self, text: str, end: str = "\n") -> None:
-        """Print a line. On a terminal it replaces the progress line, if one is shown."""
+        """Print a line. If a progress line is shown on a terminal, the new line replaces it."""
         if self.quiet:
             return
         prefix = CLEAR_LINE if self.has_open_line else ""
@@ -219,7 +219,8 @@ class Progress:
         self.has_open_line = end == ""
 
     def close(self) -> None:
-        """End the progress line on a terminal, so that later output starts on a new line."""
+        """Print a line break if a progress line is shown, so that later output starts on a new
+        line."""
         if self.has_open_line:
             print(file=self.stream, flush=True)
             self.has_open_line = False

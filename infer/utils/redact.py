@@ -1,28 +1,29 @@
-"""Replacement of API keys, tokens and passwords in everything that is written to files or sent."""
+"""Replace API keys, tokens and passwords in texts and configurations before they are written to
+files, printed or sent."""
 
 import os
 import re
 
 REDACTED_TEXT = "<redacted>"
-# Matches names of secrets, such as api_key, HF_TOKEN and password. It does not match option names
-# such as mask_token_id, prompt_tokens and tokens_per_second.
+# Matches the names of environment variables and options that hold secrets, such as HF_TOKEN and
+# api_key. Does not match names such as mask_token_id, prompt_tokens and tokens_per_second.
 SECRET_NAME_PATTERN = re.compile(
     r"(^|_|-)(api_?key|key|token|password|passwd|secret|credentials?)$", re.IGNORECASE
 )
-# Matches texts that look like secrets: keys of the Hugging Face hub, of OpenAI and of W&B, and in a
-# URL the password in user:password@ and the parameter in ?token=.
+# Matches texts that look like secrets: keys of the Hugging Face hub, of OpenAI and of W&B, and the
+# user name with its password, or a parameter such as token=, in a URL.
 SECRET_VALUE_PATTERN = re.compile(
     r"\bhf_\w{16,}|\bsk-[\w-]{16,}|\blocal-[0-9a-f]{40}\b|(?<=://)[^/\s:@]*:[^/\s@]+(?=@)"
     r"|(?<=[?&])(?:[\w-]*[_-])?(?:api_?key|key|token|password|passwd|secret)=[^&\s\"']+",
     re.IGNORECASE,
 )
-# Shorter values of environment variables are not replaced, because they are likely to be words that
-# occur in ordinary text.
+# A secret environment variable with fewer characters is not replaced in texts, because its value
+# could be a common word.
 MIN_SECRET_CHARACTERS = 10
 
 
 def redact_text(text: str) -> str:
-    """Replace the secrets in a text by REDACTED_TEXT.
+    """Replace the secrets in a text by "<redacted>".
 
     Secrets are the values of environment variables whose names match SECRET_NAME_PATTERN, and
     everything that matches SECRET_VALUE_PATTERN.
@@ -34,11 +35,12 @@ def redact_text(text: str) -> str:
 
 
 def redact(value: object, name: str = "") -> object:
-    """Return a configuration, which consists of nested dictionaries, lists and values, with its
-    secrets replaced.
+    """Return a copy of a configuration (nested dictionaries, lists and values) with its secrets
+    replaced by "<redacted>".
 
-    name: the key of the value. If the name matches SECRET_NAME_PATTERN, a text is replaced as a
-        whole; otherwise only the secrets in the text are replaced (`redact_text`).
+    name: the key under which `value` is stored. If it matches SECRET_NAME_PATTERN, as "api_key"
+        does, texts are replaced as a whole. Otherwise only secrets inside texts are replaced
+        (`redact_text`).
     """
     if isinstance(value, dict):
         return {key: redact(nested_value, str(key)) for key, nested_value in value.items()}

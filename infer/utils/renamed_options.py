@@ -1,16 +1,16 @@
-"""Options whose names differ from those in earlier versions.
+"""Options that have been renamed since an earlier version.
 
-An old name on the command line or in a configuration file is refused with a message that gives the
-new name. Old names in the configuration that an earlier version saved with a run are translated, so
-that the run can be resumed and its checkpoints can be used.
+If the user gives an old name, an error message says the new name. If an earlier version saved old
+names in the configuration of a run, they are replaced by the new names, so that the run can be
+resumed and its checkpoints can be used.
 """
 
 import re
 from typing import Any
 
-# Key: an option's old name. Value: its new name. Both are full names, as on the command line. A
-# name without a section belongs to only one of the commands train, features, regenerate, ngram and
-# diffusion.
+# Keys are old option names, values are the new names. All are full names, as on the command line. A
+# name without a dot is an option of only one command (train, features, regenerate, ngram or
+# diffusion).
 RENAMED_OPTIONS = {
     "anchors": "anchors_per_sequence",
     "document_anchors": "anchors_per_document",
@@ -63,9 +63,11 @@ RENAMED_OPTIONS = {
 
 
 def new_name_in(message: str) -> str | None:
-    """Return a sentence with an option's new name if one of OmegaConf's error messages is about the
-    option's old name; None if the message is about any other option. The message names the option
-    as in "full_key: optim.batch"."""
+    """Return a sentence with the new name of an option if an error message of OmegaConf is about
+    its old name. Return None for all other messages.
+
+    message: OmegaConf's message, which names the option as in "full_key: optim.batch"
+    """
     full_key = re.search(r"full_key: ([\w.]+)", message)
     if full_key is None or full_key[1] not in RENAMED_OPTIONS:
         return None
@@ -73,15 +75,19 @@ def new_name_in(message: str) -> str | None:
 
 
 def translate_saved_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the saved configuration of a run with old option names replaced by new ones. The
-    configuration consists of nested dictionaries, as in the run's config.json."""
+    """Replace old option names by new ones in the saved configuration of a run. Return the new
+    configuration.
+
+    config: nested dictionaries, as in the run's config.json
+    """
     return translate_section(config, "")
 
 
 def translate_section(section: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """Return one section of a saved configuration with old option names replaced by new ones.
+    """Replace old option names by new ones in one section of a saved configuration. Return the new
+    section.
 
-    prefix: the section's full name followed by a dot; an empty text for the whole configuration
+    prefix: the section's name followed by a dot, such as "optim."; "" for the whole configuration
     """
     translated = {}
     for name, value in section.items():

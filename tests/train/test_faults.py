@@ -213,7 +213,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_in_a_sentence(
 
     monkeypatch.setattr(checkpoints, "save_file", save_file)
     with pytest.raises(
-        RunAborted, match=r"^rolling-00000002 of .* could not be written: .*same command goes on"
+        RunAborted, match=r"^rolling-00000002 of .* could not be written: .*same command again"
     ) as raised:
         save_state(tmp_path / "run", 2)
     assert "\n" not in str(raised.value)
@@ -346,7 +346,7 @@ def test_a_run_goes_on_with_the_defaults_it_began_with(small, run_here, capsys, 
     assert drafter.layer_ids == (0, 1) != tuple(DFlash.default_layer_ids(4, 1))
     weights = {name: tensor for name, tensor in drafter.state_dict().items() if name != "fc.weight"}
     with pytest.raises(
-        ValueError, match=r"rolling-1 holds the weights of another drafter \(.*fc.weight"
+        ValueError, match=r"rolling-1 contains the weights of another drafter \(.*fc.weight"
     ):
         load_drafter_weights(drafter, weights, Path("rolling-1"))
     run_here(small(*options))

@@ -1,8 +1,8 @@
 """The checkpoints of a run. The folder of a checkpoint is either complete or absent.
 
     <run>/checkpoints/step-00000300/
-        drafter/        config.json and model.safetensors, in the public layout that serving engines
-                        read; also the file of n-grams, with count_ngrams=true
+        drafter/        config.json and model.safetensors, in the format that serving engines read;
+                        with count_ngrams=true, also the n-gram file
         state/          state.safetensors has the float32 weights and optimiser moments, unsharded;
                         manifest.json has the step, and the size and SHA-256 of every file of the
                         checkpoint
@@ -11,13 +11,14 @@
     <run>/checkpoints/rolling-00000347/state/
     <run>/checkpoints/best -> step-...
 
-A rolling state is a training state without a drafter. It is saved every few minutes, and when a
-signal stops the run. The next checkpoint or rolling state replaces it.
+A folder rolling-<step> holds a rolling state: a training state without a drafter. It is saved every
+few minutes, and when a signal stops the run. The next checkpoint or rolling state replaces it.
 
-A checkpoint is first written to a folder with a hidden name and synced to the disk; then the folder
-is renamed. If the process is killed, the checkpoint is therefore absent or complete. Nothing else
-has to be saved, because the order of the data, the anchors and the learning rate follow from the
-seed and the step.
+A checkpoint is first written to a folder with a hidden name and synced to the disk. Then the folder
+is renamed. If the process is killed, the checkpoint is therefore absent or complete.
+
+Nothing else has to be saved. The order of the data, the positions at which training blocks start,
+and the learning rate all follow from the seed and the step.
 """
 
 import json
@@ -54,7 +55,7 @@ CHECKPOINTS_KEEPING_TRAINING_STATE = 2
 
 
 def checkpoint_folder(run: Path, step: int) -> Path:
-    """Return the path of the folder of the checkpoint after `step` steps."""
+    """Return the path of the checkpoint that is saved after `step` training steps."""
     return run / "checkpoints" / f"step-{step:08d}"
 
 
@@ -64,7 +65,8 @@ def list_checkpoints(run: Path) -> list[Path]:
 
 
 def list_rolling_states(run: Path) -> list[Path]:
-    """Return the folders of rolling training states, oldest first, including damaged ones."""
+    """Return the folders of the run's rolling states (training states without a drafter), oldest
+    first, including damaged ones."""
     return list_numbered_folders(run / "checkpoints", "rolling")
 
 
@@ -79,12 +81,13 @@ def list_numbered_folders(parent: Path, name: str) -> list[Path]:
 
 
 def parse_step(folder: Path) -> int:
-    """Return the step in the name of a checkpoint's or rolling state's folder."""
+    """Return the training step in a folder name such as step-00000300 or rolling-00000347."""
     return int(folder.name.rpartition("-")[2])
 
 
 def build_manifest_entry(path: Path) -> dict:
-    """Return the manifest's entry about a file, with the file's size and SHA-256."""
+    """Return the size in bytes and the SHA-256 of a file, as its entry in a checkpoint's
+    manifest.json."""
     return {"bytes": path.stat().st_size, "sha256": file_digest(path)}
 
 
@@ -104,8 +107,8 @@ def save_checkpoint(
 
 
 def save_rolling_state(run: Path, step: int, drafter: Drafter, engine: "DeepSpeedEngine") -> Path:
-    """Save the training state without the drafter, in place of the previous rolling state. Return
-    the folder. All processes must call this function together, like `save_checkpoint`."""
+    """Save the training state without the drafter, in place of the previous such state. Return the
+    folder of the saved state. All processes must call this function together."""
     state = gather_training_state(drafter, engine)
     folder = run / "checkpoints" / f"rolling-{step:08d}"
     return run_on_first_process(lambda: _write_checkpoint(folder, step, state, None))
@@ -117,14 +120,16 @@ def _write_checkpoint(
     state: dict[str, torch.Tensor],
     drafter: tuple[Qwen3Config, torch.dtype] | None,
 ) -> Path:
-    """Write a checkpoint or a rolling state, remove the training states that it supersedes, and
-    return its folder.
+    """Write a checkpoint, or a training state without a drafter. Then remove the older training
+    states that are no longer needed. Return `folder`.
 
-    drafter: config and dtype of the drafter to save; None for a rolling state, which has none.
+    state: the training state, from `gather_training_state`. drafter: config and dtype of the
+    drafter to save; None if only the training state is saved.
     """
     run = folder.parent.parent
     with abort_on_write_error(f"{folder.name} of {run}"):
-        # The run's folder itself is not created: if it was deleted, the run must end.
+        # Only the folder checkpoints/ is created. If the run's folder was deleted, mkdir fails and
+        # ends the run.
         folder.parent.mkdir(exist_ok=True)
         with atomic_create_folder(folder) as partial:
             (partial / "state").mkdir()
@@ -142,8 +147,8 @@ def _write_checkpoint(
             manifest = {"step": step, "files": files}
             write_json(partial / "state" / CHECKPOINT_MANIFEST_FILE, manifest)
 
-            # The log must be on the disk before the checkpoint is, because a run that resumes from
-            # the checkpoint needs the log's lines up to this step.
+            # Sync the log before the checkpoint appears: a run that resumes from this checkpoint
+            # needs the log's lines up to this step.
             for path in partial.rglob("*"):
                 fsync_path(path)
             log = run / "metrics.jsonl"
@@ -168,10 +173,12 @@ def _extract_drafter_weights(
 
 
 def remove_superseded_states(run: Path, step: int) -> None:
-    """Remove the training states that the training state of `step` supersedes.
+    """Remove the training states that are not needed once the training state of `step` is saved.
 
-    If the process is killed during the removal, the next start of the run finishes the removal.
-    Checkpoints newer than `step` are damaged, and stay until the run overwrites them.
+    The newest CHECKPOINTS_KEEPING_TRAINING_STATE checkpoints up to `step` keep their training
+    state. Older folders rolling-<step> are removed. Checkpoints newer than `step` are damaged; they
+    stay until the run overwrites them. If the process is killed during the removal, the next start
+    of the run finishes the removal.
     """
     checkpoints = [folder for folder in list_checkpoints(run) if parse_step(folder) <= step]
     for folder in checkpoints[:-CHECKPOINTS_KEEPING_TRAINING_STATE]:
@@ -182,7 +189,7 @@ def remove_superseded_states(run: Path, step: int) -> None:
 
 
 def remove_partial_checkpoints(run: Path) -> None:
-    """Remove checkpoint folders that a killed run has written only partly."""
+    """Remove the unfinished checkpoint folders that a killed run has left behind."""
     folder = run / "checkpoints"
     (folder / ".best").unlink(missing_ok=True)
     for partial in (*folder.glob(".step-*"), *folder.glob(".rolling-*")):
@@ -190,8 +197,8 @@ def remove_partial_checkpoints(run: Path) -> None:
 
 
 def describe_damage(folder: Path) -> str | None:
-    """Return a text about the first defect of a checkpoint's files, None if every file matches the
-    manifest."""
+    """Compare the files of a checkpoint with the sizes and digests in its manifest. Return a text
+    about the first difference, or None if all files match."""
     manifest = folder / "state" / CHECKPOINT_MANIFEST_FILE
     if not manifest.is_file():
         return "has no training state"
@@ -210,11 +217,11 @@ def describe_damage(folder: Path) -> str | None:
 
 
 def find_newest_checkpoint(run: Path) -> tuple[Path | None, list[str]]:
-    """Return the folder of the newest undamaged checkpoint or rolling state, and lines for the user
-    about newer ones.
+    """Return the newest undamaged folder from which the run can be resumed, and messages for the
+    user about newer folders that are damaged.
 
-    The folder is None if there is no undamaged one. Each line tells why a newer checkpoint or
-    rolling state was skipped.
+    The folder contains a checkpoint, or a training state without a drafter. It is None if there is
+    no undamaged folder. Each message says why a folder was skipped.
     """
     skipped = []
     folders = [*list_checkpoints(run), *list_rolling_states(run)]
@@ -227,11 +234,10 @@ def find_newest_checkpoint(run: Path) -> tuple[Path | None, list[str]]:
 
 
 def load_training_state(folder: Path | None) -> dict[str, torch.Tensor]:
-    """Return the training state of a checkpoint or rolling state, an empty dictionary if `folder`
-    is None.
+    """Load the training state (weights and optimiser moments) from a checkpoint folder.
 
-    folder: the result of `find_newest_checkpoint`, which has checked the files. The keys are
-    described in `train.engine.collect_unsharded_state`.
+    folder: from `find_newest_checkpoint`, which has checked the files. If `folder` is None, an
+    empty dictionary is returned. See `train.engine.collect_unsharded_state` for the keys.
     """
     if folder is None:
         return {}
@@ -239,6 +245,6 @@ def load_training_state(folder: Path | None) -> dict[str, torch.Tensor]:
 
 
 def link_best_checkpoint(run: Path, best: Path) -> None:
-    """Atomically let the link checkpoints/best point to the folder `best`."""
+    """Make the symbolic link checkpoints/best point to the folder `best`, atomically."""
     with atomic_replace_file(run / "checkpoints" / "best") as temporary:
         temporary.symlink_to(best.name)

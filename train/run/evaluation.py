@@ -1,11 +1,12 @@
-"""The evaluation of a checkpoint: decode held-out prompts, write results and report, and link the
-best checkpoint.
+"""Evaluate checkpoints during training: decode held-out prompts with the saved drafter, write the
+results and the report, and link the best checkpoint.
 
-An evaluation that fails (for example, because memory ran out, the hub was not reachable, or the
-code has a bug) does not end the training. The reason is written to evaluation/failed.txt and to the
-report. If the training command is run again, it evaluates the newest checkpoint again. Outputs that
-differ from baseline decoding are not such a failure: a message reports them at once, and the
-results of the evaluation are kept.
+An evaluation that fails, for example because memory ran out, does not end the training. The reason
+is written to evaluation/failed.txt and to the report. If the training command is run again, it
+evaluates the newest checkpoint again.
+
+If outputs differ from baseline decoding, the evaluation does not count as failed. A message reports
+the difference at once, and the results are kept.
 """
 
 import json
@@ -48,11 +49,11 @@ EVALUATION_FAILURE_FILE = "failed.txt"
 
 
 def evaluate_checkpoint(run: RunState, folder: Path, log: RunLog, is_last: bool) -> None:
-    """Decode held-out prompts with a checkpoint's saved drafter, write the results, and update the
-    run's report.
+    """Decode held-out prompts with a checkpoint's saved drafter, and write the results.
 
-    folder: the checkpoint's folder. is_last: whether to evaluate all prompt sets, as for the last
-    checkpoint; otherwise only part of the first one is evaluated, and the report is updated here.
+    folder: the checkpoint's folder. is_last: true evaluates all sets of held-out prompts, as for
+    the last checkpoint. False evaluates only a part of the first set, and also updates the run's
+    report.
 
     All processes must call this function together. Each process decodes a share of the prompts, and
     the first process writes the results.
@@ -68,7 +69,7 @@ def evaluate_checkpoint(run: RunState, folder: Path, log: RunLog, is_last: bool)
         )
     except Exception as error:  # noqa: BLE001
         error_text = describe_error(error)
-        torch.cuda.empty_cache()  # frees memory for training, in case that memory ran out
+        torch.cuda.empty_cache()  # the evaluation may have run out of memory; training needs it
     gathered: list = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, (measured, error_text))
     errors = [error for _, error in gathered if error]
@@ -92,20 +93,21 @@ def evaluate_checkpoint(run: RunState, folder: Path, log: RunLog, is_last: bool)
                 if not is_last:  # after the last evaluation, `finish_report` updates the report
                     update_report(run.folder)
             except OSError:
-                raise  # `abort_on_write_error` handles it
+                raise  # `abort_on_write_error` converts write errors to RunAborted
             except Exception as error:  # noqa: BLE001
                 write_evaluation_failure(out, [describe_error(error)], log)
 
     run_on_first_process(write_results)
-    # the time of the evaluation must not count in the progress line's time per training step
+    # The progress line shows the time per training step, which must not include this evaluation.
     log.progress.start_time += time.monotonic() - start_time
 
 
 def evaluate_best(run: RunState, log: RunLog) -> None:
-    """Evaluate the best checkpoint on all prompt sets, if it is not the last one, which has been
-    evaluated on all of them. The report, the model card and the `doctor` command use the results.
+    """Evaluate the best checkpoint on all prompt sets, unless this was already done.
 
-    The new results can make another checkpoint the best one, which is then evaluated, too.
+    The last checkpoint has already been evaluated on all of them. The new results can make another
+    checkpoint the best one; that checkpoint is then evaluated, too. The report, the model card and
+    the `doctor` command use the results.
     """
     fully_evaluated = {list_checkpoints(run.folder)[-1].name}
     while True:
@@ -117,7 +119,8 @@ def evaluate_best(run: RunState, log: RunLog) -> None:
 
 
 def find_best_checkpoint(run: Path) -> Path | None:
-    """Return the folder of the run's best checkpoint, None if no evaluation succeeded."""
+    """Return the folder of the run's best checkpoint by its evaluation (`select_best_checkpoint`).
+    Return None if no evaluation succeeded."""
     evaluations = read_evaluations(run)
     if not evaluations:
         return None
@@ -127,13 +130,13 @@ def find_best_checkpoint(run: Path) -> Path | None:
 
 
 def describe_missing_prompts(config: TrainConfig, target: Target) -> str | None:
-    """Return a sentence for the user if the data have fewer held-out prompts than evaluations need,
-    else None.
+    """Return a warning for the user if the data have fewer held-out prompts than the option
+    evaluation.prompts requests, else None.
 
     Raises ValueError if the data have no held-out prompt.
     """
     num_prompts = config.evaluation.prompts
-    # the embedded texts and the standard library have thousands of held-out prompts
+    # These two data sources always have enough: thousands of held-out prompts.
     if not num_prompts or config.data.source in ("embedded", "stdlib"):
         return None
     assert target.tokenizer is not None
@@ -144,10 +147,11 @@ def describe_missing_prompts(config: TrainConfig, target: Target) -> str | None:
 
 
 def select_prompt_sets(config: TrainConfig, target: Target, is_last: bool) -> list[PromptSet]:
-    """Return the prompt sets of an evaluation, for all processes together.
+    """Return the prompt sets on which a checkpoint is evaluated. They are not yet divided among
+    the processes.
 
-    is_last: whether to return all prompt sets, as for the last checkpoint. Otherwise a shortened
-    version of the first prompt set is returned.
+    is_last: true returns all prompt sets, as for the last checkpoint. False returns only a
+    shortened version of the first one.
     """
     options = config.evaluation
     outside = options.external_prompts if is_last else 0
@@ -168,8 +172,8 @@ def decode_prompt_share(
 ) -> list[list[VariantMeasurement]]:
     """Decode this process's share of every prompt set with every decoding method.
 
-    activity: what the progress line says, for example 'evaluating step 300'. Returns for each
-    prompt set the measurements of its methods.
+    activity: text of the progress line, for example 'evaluating step 300'. Returns one list per
+    prompt set, which contains one measurement per decoding method.
     """
     rank = dist.get_rank()
     # With a sharded target, each process decodes all prompts, because every forward pass of the
@@ -189,7 +193,7 @@ def decode_prompt_share(
     )
 
     def report_progress(done: int, total: int) -> None:
-        # every process reports its progress to its watchdog, which would end the process otherwise
+        # The watchdog of each process ends the process if no progress is reported for too long.
         HEARTBEAT.set_activity(activity)
         progress(done, total)
 
@@ -204,10 +208,10 @@ def write_evaluation(
     shares: list[list[list[VariantMeasurement]]],
     log: RunLog,
 ) -> None:
-    """Merge the measurements of all processes, write the checkpoint's evaluation, and print one
-    line with the results. A second line is printed if outputs differ from baseline decoding.
+    """Merge the measurements of all processes, write them to the checkpoint's evaluation.json, and
+    print one line with the results. Print a second line if outputs differ from baseline decoding.
 
-    folder: the checkpoint's folder. shares: for each process, the result of `decode_prompt_share`.
+    folder: the checkpoint's folder. shares: the result of `decode_prompt_share` of each process.
     """
     measured = [merge_measurements(set_shares) for set_shares in zip(*shares, strict=True)]
     result = summarise_evaluation(target, drafter, prompt_sets, measured)
@@ -225,8 +229,8 @@ def write_evaluation(
 
 
 def breaks_losslessness(result: Evaluation) -> bool:
-    """Return whether an evaluation's greedy float32 outputs differ from baseline decoding. Rounding
-    cannot explain such a difference; it is a bug."""
+    """Return whether greedy float32 outputs differ from those of baseline decoding. Rounding cannot
+    explain such a difference, so it is a bug. Return False for other temperatures and dtypes."""
     return result.temperature == 0 and result.dtype == "float32" and not result.same_output
 
 
@@ -238,8 +242,12 @@ def describe_error(error: BaseException) -> str:
 
 
 def write_evaluation_failure(out: Path, errors: list[str], log: RunLog) -> None:
-    """Write the reason why an evaluation failed into the evaluation's folder `out`, print it, and
-    remove older results. errors: the errors of the processes, from `describe_error`."""
+    """Record that an evaluation failed: write the errors to failed.txt, print the first one, and
+    remove older results.
+
+    out: the folder <checkpoint>/evaluation. errors: texts from `describe_error`, one per failed
+    process.
+    """
     (out / "evaluation.json").unlink(missing_ok=True)
     atomic_write(out / EVALUATION_FAILURE_FILE, "\n".join(errors))
     log.print_line(
@@ -260,14 +268,14 @@ def describe_failures(run: Path) -> list[str]:
 
 
 def read_evaluations(run: Path) -> list[Evaluation]:
-    """Return the evaluations of a run that succeeded, sorted by step."""
+    """Read the results of all successful evaluations of a run, sorted by step."""
     files = [folder / "evaluation" / "evaluation.json" for folder in list_checkpoints(run)]
     return [read_result(file, Evaluation) for file in files if file.exists()]
 
 
 def update_report(run: Path) -> Path | None:
-    """Link the best checkpoint and write the run's report. Return the path of the report's page,
-    None if no evaluation succeeded."""
+    """Update the link to the best checkpoint, and write the run's report. Return the path of the
+    report's HTML page, or None if no evaluation succeeded."""
     best = find_best_checkpoint(run)
     if best is None:
         return None
@@ -309,16 +317,18 @@ def finish_report(run: Path, log: RunLog) -> None:
 
     evaluations = read_evaluations(run)
     print_best_result(evaluations)
-    print(f"\nreport      {page} (with further prompts, sampling, and the benefit of trees)")
+    print(
+        f"\nreport      {page} (also shows more prompts, results with sampling, and the speedup "
+        "from trees)"
+    )
     print(f"drafter     {run / 'checkpoints' / 'best' / 'drafter'}")
     print(f"metrics     {run / 'metrics.jsonl'}", flush=True)
     wrong_steps = [str(result.step) for result in evaluations if breaks_losslessness(result)]
     if wrong_steps:
         raise RunAborted(
             f"greedy outputs differ from baseline decoding in float32 "
-            f"(step {', '.join(wrong_steps)}), "
-            "which is a bug of this program or machine. See evaluation.json of these checkpoints "
-            f"and {page}"
+            f"(step {', '.join(wrong_steps)}). This is a bug of this program or machine. See "
+            f"evaluation.json of these checkpoints and {page}, and report the bug"
         )
 
 

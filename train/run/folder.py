@@ -1,10 +1,12 @@
-"""The folder of a run: its configuration, its lock, the identity of its target and training data,
-and the n-grams of the training data.
+"""Create and lock the folder of a training run, and record what the run was started with: its
+configuration, digests of target and training data, and the n-grams of the training data.
 
-If the folder has a run with the same configuration, this run is resumed; with another one, an error
-is raised. A run is never overwritten, and a lock keeps two commands from writing to the folder at
-the same time. Target and training data are identified by their content, because the files under a
-path can change between the start of a run and its resumption.
+If the folder already contains a run with the same configuration, that run is resumed. If the
+configurations differ, an error is raised; a run is never overwritten. A lock keeps two commands
+from writing to the folder at the same time.
+
+Target and training data are compared by content, because the files under a path can change between
+the start of a run and its resumption.
 """
 
 import hashlib
@@ -44,14 +46,14 @@ if TYPE_CHECKING:
 
 RUN_CONFIG_FILE = "config.json"
 RUN_INPUT_IDENTITY_FILE = "sources.json"
-# the same configuration for Hydra's options --config-dir <run> --config-name config
+# The run's configuration as YAML, for Hydra's options --config-dir <run> --config-name config.
 HYDRA_CONFIG_FILE = "config.yaml"
 RUN_LOCK_FILE = "lock"
-# Rarer n-grams are left out. Those that occur once would be two thirds of the file, and trees are
-# not better with them (see LOG.md).
+# N-grams with a smaller count are left out of the n-gram file. N-grams that occur once would be two
+# thirds of the file, and draft trees are not better with them (see LOG.md).
 MIN_NGRAM_COUNT = 2
-# Options that may differ when a run is resumed. They have no influence on what the drafter learns,
-# except for rounding.
+# Options whose values may change when a run is resumed. They do not influence what the drafter
+# learns, except for rounding.
 OPTIONS_CHANGEABLE_ON_RESUME = (
     "runs_dir",
     "save_interval_minutes",
@@ -70,8 +72,9 @@ OPTIONS_CHANGEABLE_ON_RESUME = (
     "data.max_invalid_fraction",
     "optim.clock",
 )
-# Options that earlier versions had. Key: group of options. Value: the removed options of the group,
-# each with the only value with which a run of an earlier version can be resumed.
+# Options of earlier versions that no longer exist. Keys are groups of options. Values map each
+# removed option to the value that the program now always uses. A run of an earlier version can be
+# resumed only if it has this value.
 REMOVED_OPTIONS = {
     "target": {"adapter": None},
     "objective": {"alpha": 0.5, "confidence": 1.0},
@@ -80,17 +83,19 @@ REMOVED_OPTIONS = {
 
 
 def run_folder(config: TrainConfig) -> Path:
-    """Return the path of the run's folder, runs_dir/name."""
+    """Return the path <runs_dir>/<name> of the run's folder, from the options of these names."""
     return Path(config.runs_dir) / config.name
 
 
 def config_to_json(config: TrainConfig) -> dict:
-    """Return the configuration as it is written to config.json, without secrets."""
+    """Convert the configuration to the dictionary that is written to config.json, without
+    secrets."""
     return json.loads(json.dumps(redact(asdict(config))))
 
 
 def add_removed_options(config: dict) -> dict:
-    """Return a copy of a configuration to which the options of REMOVED_OPTIONS are added."""
+    """Return a copy of a configuration that also has the options of REMOVED_OPTIONS, with the
+    values given there."""
     complete = {}
     for group, options in config.items():
         if group in REMOVED_OPTIONS:
@@ -100,17 +105,17 @@ def add_removed_options(config: dict) -> dict:
 
 
 def has_started(run: Path) -> bool:
-    """Return whether a run has taken a step. Before its first step, a run with another
-    configuration can use the same folder."""
+    """Return whether a run has completed a training step. Until then, a run with another
+    configuration may use the same folder."""
     return (run / METRICS_FILE).exists() or (run / "checkpoints").exists()
 
 
 def update_options(recorded: dict, defaults: dict) -> dict:
-    """Return the options that this version has, with the values that an older run recorded.
+    """Convert the options of a run of an older version to the options of this version.
 
     recorded: the run's options and values. defaults: this version's options and default values. An
     option that `recorded` lacks gets its default. An option that `defaults` lacks is left out. If
-    the default of an option is an empty dictionary, the recorded dictionary is taken as a whole.
+    the default of an option is an empty dictionary, the recorded dictionary is copied unchanged.
     """
     updated = dict(defaults)
     for key in recorded.keys() & defaults.keys():
@@ -122,8 +127,8 @@ def update_options(recorded: dict, defaults: dict) -> dict:
 
 
 def read_recorded_json(file: Path) -> dict:
-    """Return the content of a JSON file that was written when the run started. Raises ValueError if
-    the file is damaged."""
+    """Read a JSON file that was written to the run's folder when the run started. Raises ValueError
+    if the file is damaged."""
     try:
         return dict(json.loads(file.read_text()))
     except (ValueError, TypeError) as error:
@@ -133,16 +138,16 @@ def read_recorded_json(file: Path) -> dict:
 
 
 def refuse_other_run(config: TrainConfig, run: Path) -> None:
-    """Raise ValueError if the folder `run` has a run with another configuration that has taken a
-    step."""
+    """Raise ValueError if the folder `run` contains a run with another configuration, and that run
+    has completed a training step."""
     if not (run / RUN_CONFIG_FILE).exists() or not has_started(run):
         return
     defaults = add_removed_options(config_to_json(TrainConfig()))
     saved = translate_saved_config(read_recorded_json(run / RUN_CONFIG_FILE))
     recorded = update_options(saved, defaults)
     message = (
-        f"{run} holds a run with another configuration ({{keys}} differ): choose another name for "
-        "this run with name="
+        f"{run} contains a run with another configuration ({{keys}} differ): choose another name "
+        "for this run with name="
     )
     current = add_removed_options(config_to_json(config))
     refuse_changed_settings(recorded, current, message, OPTIONS_CHANGEABLE_ON_RESUME)
@@ -150,12 +155,12 @@ def refuse_other_run(config: TrainConfig, run: Path) -> None:
 
 @contextmanager
 def open_run_folder(config: TrainConfig) -> Generator[Path]:
-    """Create the run's folder, and hold its lock within the `with` block. Only the first process
-    may call this function.
+    """Create the run's folder, hold its lock within the `with` block, and yield its path. Only the
+    first process may call this function.
 
     If the run ends before its first step, the folder is removed. Raises ValueError if the folder is
-    locked, cannot be written, or has a run with another configuration, and if checkpoints/best is
-    not a link.
+    locked, cannot be written, or contains a run with another configuration. Also raises ValueError
+    if checkpoints/best is not a symbolic link.
     """
     run = run_folder(config)
     for best in (run / "checkpoints" / "best", run / "checkpoints" / ".best"):
@@ -183,8 +188,8 @@ def open_run_folder(config: TrainConfig) -> Generator[Path]:
 
 
 def remove_unstarted_run(run: Path) -> None:
-    """Remove the files of a run that took no step. The folder is removed, too, unless it has files
-    that are not the run's."""
+    """Remove the files of a run that has not completed a step. Also remove the folder if no other
+    files are in it."""
     names = (
         RUN_CONFIG_FILE,
         HYDRA_CONFIG_FILE,
@@ -200,10 +205,10 @@ def remove_unstarted_run(run: Path) -> None:
 
 
 def record_run_start(run: Path, config: TrainConfig, sources: dict) -> None:
-    """Write a run's configuration, and the identity of its target and data, to its folder.
+    """Write a run's configuration, and the digests of its target and training data, to its folder.
 
-    sources: the result of `identify_sources`. If the folder has a recorded identity and the run has
-    taken a step, the identity is compared instead. Raises ValueError if it differs.
+    sources: the result of `identify_sources`. If the run has already completed a step, `sources` is
+    compared with what was recorded then. Raises ValueError if they differ.
     """
     with abort_on_write_error(str(run)):
         if has_started(run) and (run / RUN_INPUT_IDENTITY_FILE).exists():
@@ -227,8 +232,8 @@ def record_run_start(run: Path, config: TrainConfig, sources: dict) -> None:
 
 
 def identify_sources(target_path: str, target: Target, dataset: "StoredFeatures | Dataset") -> dict:
-    """Return a dictionary that identifies the target and the training data by their content. This
-    takes about a second per gigabyte of tokens."""
+    """Return digests of the target and of the training data, which change if the content changes.
+    Computing them takes about a second per gigabyte of tokens."""
     return {
         "target": target_identity(target_path, target.tokenizer_digest),
         "data": {"rows": len(dataset), "content": digest_dataset(dataset)},
@@ -236,9 +241,10 @@ def identify_sources(target_path: str, target: Target, dataset: "StoredFeatures 
 
 
 def digest_dataset(dataset: "StoredFeatures | Dataset") -> str:
-    """Return a SHA-256 of the training data: of all token ids in order, and of whether each token
-    has a loss. Stored features have the same digest as the packed sequences that they were computed
-    from."""
+    """Return the SHA-256 of all training token ids in order, and of the mask of tokens with a loss.
+
+    Stored hidden states of the target (`StoredFeatures`) have the same digest as the packed
+    sequences from which they were computed."""
     digest = hashlib.sha256()
     for name, dtype in (("ids", np.int64), ("loss", np.bool_)):
         for values in iterate_column(dataset, name):
@@ -247,8 +253,11 @@ def digest_dataset(dataset: "StoredFeatures | Dataset") -> str:
 
 
 def iterate_column(dataset: "StoredFeatures | Dataset", name: str) -> Iterator[np.ndarray]:
-    """Yield the values of a column in all packed sequences, as flat arrays of many sequences
-    each."""
+    """Yield all values of a column of the training data, in order. Each array is one-dimensional
+    and joins the values of many packed sequences.
+
+    name: 'ids', 'loss', 'positions' or 'documents'
+    """
     if isinstance(dataset, StoredFeatures):
         yield from dataset.iterate_column(name)
         return
@@ -265,8 +274,8 @@ def collect_token_ids(dataset: "StoredFeatures | Dataset") -> set[int]:
 
 
 def count_learned_tokens(dataset: "StoredFeatures | Dataset", target: Target) -> torch.Tensor:
-    """Return how often each token of the target's vocabulary occurs with loss in the training data,
-    (vocabulary size,) int64."""
+    """Count how often each token of the target's vocabulary occurs in the training data at a
+    position with a loss. Returns (vocab_size,) int64."""
     counts = np.zeros(target.vocab_size, dtype=np.int64)
     columns = zip(iterate_column(dataset, "ids"), iterate_column(dataset, "loss"), strict=True)
     for ids, loss in columns:
@@ -277,8 +286,8 @@ def count_learned_tokens(dataset: "StoredFeatures | Dataset", target: Target) ->
 def find_frequent_tokens(
     dataset: "StoredFeatures | Dataset", num_tokens: int, target: Target
 ) -> torch.Tensor:
-    """Return the ids of the tokens that occur most often with loss in the training data,
-    (num_tokens,) int64, in ascending order.
+    """Return the ids of the tokens that occur most often at training positions with a loss,
+    (num_tokens,) int64, in ascending order. They become the drafter's reduced vocabulary.
 
     Special tokens are always included, because a drafter must be able to draft the end of an
     output.
@@ -293,10 +302,10 @@ def find_frequent_tokens(
 
 
 def iterate_documents(dataset: "StoredFeatures | Dataset") -> Iterator[np.ndarray]:
-    """Yield the token ids of every document in the packed sequences, one array per document."""
+    """Yield the token ids of each document of the training data, one array per document."""
     columns = (iterate_column(dataset, name) for name in ("ids", "positions", "documents"))
     for ids, positions, documents in zip(*columns, strict=True):
-        # a document starts at every position 0; padding has position 0 and document -1
+        # A document starts wherever the position is 0. Padding has position 0 and document -1.
         starts = np.flatnonzero(positions == 0)
         pieces = np.split(ids, starts[1:])
         for piece, start in zip(pieces, starts, strict=True):
@@ -307,12 +316,12 @@ def iterate_documents(dataset: "StoredFeatures | Dataset") -> Iterator[np.ndarra
 def write_ngrams(
     dataset: "StoredFeatures | Dataset", target: Target, run: Path, initial_ngrams: Path | None
 ) -> None:
-    """Count the n-grams of the training data, and write them into the run's folder unless the
-    folder already has n-grams.
+    """Count the n-grams of the training data, and write the n-gram file to the run's folder. Do
+    nothing if the folder already has such a file.
 
-    initial_ngrams: the n-gram file of the drafter that the run starts from, None if there is none.
-        This file is copied instead of counting, because the n-grams of a small data set would make
-        poor trees.
+    initial_ngrams: the n-gram file of the existing drafter that the run starts from, or None. This
+        file is copied, and nothing is counted, because the n-grams of a small data set would make
+        poor draft trees.
 
     Raises RunAborted if the file cannot be written.
     """
@@ -324,9 +333,9 @@ def write_ngrams(
             with atomic_replace_file(out) as temporary:
                 shutil.copyfile(initial_ngrams, temporary)
             return
-        # Any, because `count_ngrams` is typed for lists, and these documents are arrays
+        # Typed as Any, because `count_ngrams` expects lists of ids, and the documents are arrays.
         documents: Any = iterate_documents(dataset)
-        # Any, because the digest can be None, but not if the data were tokenised
+        # Typed as Any, because the digest is None without a tokenizer; here there is always one.
         digest: Any = target.tokenizer_digest
         count_ngrams(
             documents,

@@ -1,5 +1,5 @@
-"""The drafter that a run starts from: a new drafter, or the existing drafter that the option
-drafter.init names."""
+"""Create or load the drafter that a training run starts from: a new one, or the existing drafter
+given by the option drafter.init."""
 
 import warnings
 from dataclasses import replace
@@ -31,16 +31,15 @@ RANDOM_DRAFTER_WEIGHTS_WARNING = (
     "does not). drafter.warm_start=false turns this warning off"
 )
 MAX_QUOTED_WEIGHT_LOADING_ERROR_CHARACTERS = (
-    300  # length to which an error is cut that a message quotes
+    300  # longer PyTorch errors are cut to this length before a message quotes them
 )
 
 
 def resolve_drafter_options(options: DrafterConfig, target: TargetConfig) -> DrafterConfig:
-    """Return the drafter's options. If `options.init` names an existing drafter, options that this
-    drafter's config decides are taken from the config. The drafter's weights are not read.
+    """Complete the drafter's options: if `options.init` is an existing drafter, copy the options
+    that its config.json fixes, such as its number of layers. The weights are not read.
 
-    Raises ValueError if `options.init` is not a drafter, and if given options contradict its
-    config.
+    Raises ValueError if `options.init` is not a drafter, or if given options contradict its config.
     """
     if options.init is None:
         return options
@@ -53,8 +52,8 @@ def resolve_drafter_options(options: DrafterConfig, target: TargetConfig) -> Dra
 
     drafter = cast(Drafter, reading.build_drafter())
     init_options = read_fixed_options(drafter)
-    # A drafter can get another reduced vocabulary, unless it has a conditional head, which has
-    # weights for every token of its vocabulary.
+    # The vocabulary of a drafter can still be changed, unless the drafter has a conditional head:
+    # such a head has weights for every token of the vocabulary.
     if options.draft_vocab_size and drafter.head_spec is None:
         init_options["draft_vocab_size"] = options.draft_vocab_size
     corrections = []
@@ -64,7 +63,7 @@ def resolve_drafter_options(options: DrafterConfig, target: TargetConfig) -> Dra
             corrections.append(f"drafter.{key}={value_text}")
     if corrections:
         raise ValueError(
-            f"drafter.init={options.init} contradicts other options of the drafter: give "
+            f"drafter.init={options.init} has other values for some of the given options: give "
             f"{' '.join(corrections)}, "
             "or do not give these options"
         )
@@ -73,8 +72,8 @@ def resolve_drafter_options(options: DrafterConfig, target: TargetConfig) -> Dra
 
 
 def format_mask_token(mask_token_id: int | None, tokenizer) -> str:
-    """Return text that names the mask token and can be appended to a message. It is empty if
-    `mask_token_id` is None."""
+    """Return ", mask token <id> (<token>)", to be appended to a message, or "" if `mask_token_id`
+    is None."""
     if mask_token_id is None:
         return ""
     token = tokenizer.convert_ids_to_tokens(mask_token_id)
@@ -84,28 +83,29 @@ def format_mask_token(mask_token_id: int | None, tokenizer) -> str:
 def load_drafter_weights(
     drafter: Drafter, state: dict[str, torch.Tensor], checkpoint: Path
 ) -> None:
-    """Load a drafter's weights from the training state of a checkpoint.
+    """Load the drafter's weights from a training state, which also holds optimiser moments.
 
-    checkpoint: the checkpoint's folder, for the error message. Raises ValueError if the weights
-    belong to another drafter.
+    checkpoint: the checkpoint's folder, for the error message. Raises ValueError if the weights do
+    not fit the drafter.
     """
-    # keys with a slash belong to the optimiser's state
+    # Keys with a slash are optimiser moments; the other keys are weights.
     weights = {name: tensor for name, tensor in state.items() if "/" not in name}
     try:
         drafter.load_state_dict(weights)
     except RuntimeError as error:
         reason = " ".join(str(error).split())[:MAX_QUOTED_WEIGHT_LOADING_ERROR_CHARACTERS]
         raise ValueError(
-            f"{checkpoint} holds the weights of another drafter ({reason}): choose another name "
+            f"{checkpoint} contains the weights of another drafter ({reason}): choose another name "
             "for the run with name="
         ) from error
 
 
 def choose_head(options: DrafterConfig, init_head_options: HeadConfig) -> HeadConfig:
-    """Return the options of the conditional head of a drafter that starts from an existing one.
+    """Choose the conditional head (which conditions each draft token on the previous one) for
+    training that starts from an existing drafter. Return the options of the head.
 
-    init_head_options: the head of the existing drafter. It is kept; if its name is 'none', the head
-    that `options` configures is added. Raises ValueError if both exist and differ.
+    init_head_options: the head of the existing drafter, which is kept. If its name is 'none', the
+    head in `options` is used. Raises ValueError if there are two heads and their options differ.
     """
     if init_head_options.name == "none":
         return options.head
@@ -118,10 +118,9 @@ def choose_head(options: DrafterConfig, init_head_options: HeadConfig) -> HeadCo
 
 
 def restrict_vocabulary(drafter: Drafter, token_ids: torch.Tensor) -> None:
-    """Give the drafter a reduced vocabulary, so that it can draft only the given tokens.
+    """Give the drafter a reduced vocabulary: it then computes logits only for the given tokens.
 
-    token_ids: (tokens,) ids in the target's vocabulary, ascending. The drafter then has logits only
-    for these tokens.
+    token_ids: (num_tokens,) ids in the target's vocabulary, ascending
     """
     drafter.config.draft_vocab_size = len(token_ids)
     drafter.d2t = token_ids - torch.arange(len(token_ids))
@@ -130,10 +129,10 @@ def restrict_vocabulary(drafter: Drafter, token_ids: torch.Tensor) -> None:
 def create_initial_drafter(
     config: TrainConfig, target: Target, draft_tokens: torch.Tensor | None = None
 ) -> Drafter:
-    """Return the drafter that training starts from, in float32.
+    """Create or load the drafter that training starts from, in float32.
 
-    draft_tokens: (tokens,) the token ids of a reduced vocabulary, None without one. They are used
-        for a new drafter, and for an existing drafter with a vocabulary of another size.
+    draft_tokens: (num_tokens,) the token ids of the reduced vocabulary, or None for the whole
+        vocabulary. They are ignored if the existing drafter has a vocabulary of the same size.
 
     Raises ValueError if the drafter does not fit the target.
     """
@@ -145,8 +144,8 @@ def create_initial_drafter(
 def _create_new_drafter(
     config: TrainConfig, target: Target, draft_tokens: torch.Tensor | None
 ) -> Drafter:
-    """Return a new drafter. Its layers start as copies of target layers if the option warm_start is
-    true and the architectures are the same."""
+    """Create a new drafter. With drafter.warm_start=true, its layers start as copies of target
+    layers, if both have the same architecture."""
     options = config.drafter
     drafter = create_drafter(options, target)
     drafter.config.chat_template_kwargs = config.target.chat_template_kwargs or None
@@ -162,8 +161,8 @@ def _create_new_drafter(
 def _load_existing_drafter(
     config: TrainConfig, target: Target, draft_tokens: torch.Tensor | None
 ) -> Drafter:
-    """Return the existing drafter that `drafter.init` names. If it has no conditional head and one
-    is configured, a new conditional head is added."""
+    """Load the existing drafter given by `drafter.init`. Add a new conditional head if one is
+    configured and the drafter has none."""
     options = config.drafter
     assert options.init is not None
     num_layers = target.config.num_hidden_layers

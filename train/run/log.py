@@ -1,5 +1,5 @@
-"""The log of a run. Metrics are written to metrics.jsonl (one line of JSON per step), to the
-terminal, and to Weights & Biases (wandb)."""
+"""Log the metrics of a training run to metrics.jsonl (one line of JSON per step), to the terminal,
+and to Weights & Biases (wandb)."""
 
 import json
 import math
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     import wandb
 
 METRICS_FILE = "metrics.jsonl"
-WANDB_ID_FILE = "wandb_id"  # so that a resumed run continues the same wandb run
-# The first estimate of the remaining time is printed after so many steps, or after a third of the
-# run if that is earlier.
+WANDB_ID_FILE = "wandb_id"  # the id with which a resumed run continues the same wandb run
+# The first estimate of the remaining time is printed after this number of steps, or after a third
+# of the run if a third is shorter.
 FIRST_ESTIMATE_STEPS = 12
 
 
@@ -40,15 +40,15 @@ def finite_or_none(value: float) -> float | None:
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """The metrics of one step, over all processes. They are tensors on the device; reading a value
-    waits until the device has computed it."""
+    """The metrics of one training step, combined over all processes. They are tensors on the
+    device, so reading a value waits until the device has computed it."""
 
-    loss: torch.Tensor  # scalar: weighted mean divergence in nats
-    # (drafted positions of a block,) fraction of supervised tokens for which drafter and target
-    # choose the same token
+    loss: torch.Tensor  # scalar: weighted mean of the training loss per token, in nats
+    # of shape (drafted positions per block,): for each position, the share of training tokens for
+    # which drafter and target choose the same token
     agreement: torch.Tensor
-    # scalar: mean number of drafts at the start of a block on which drafter and target agree, plus
-    # one for the bonus token. It is the acceptance length of a chain on the training texts.
+    # scalar: how many draft tokens from the start of a block match the target's choice, plus one
+    # for the bonus token; mean over blocks. This is the acceptance length on the training texts.
     prefix: torch.Tensor
     grad_norm: torch.Tensor  # scalar: gradient norm before clipping; NaN if the step was skipped
 
@@ -64,10 +64,10 @@ class StepMetrics:
 
 class RunLog:
     """Writes a run's metrics to the run's folder, to the terminal, and to wandb. Only the first
-    process writes.
+    process writes. An error of wandb does not stop the run.
 
-    completed_steps: number of steps that were taken before the run was resumed, 0 for a new run.
-    total_steps: number of steps of the whole run. An error of wandb does not stop a run.
+    completed_steps: number of steps completed before the run was resumed, 0 for a new run.
+    total_steps: number of steps of the whole run.
     """
 
     def __init__(
@@ -86,12 +86,12 @@ class RunLog:
             self.wandb_run = start_wandb(config, folder)
 
     def print_line(self, text: str) -> None:
-        """Print a line above the progress line, where it stays."""
+        """Print a line that stays on the screen, above the progress line that is rewritten."""
         self.progress.print_line(text)
 
     def call_wandb(self, action: "Callable[[wandb.Run], object]") -> None:
-        """Call `action` with the wandb run, if there is one. After an error, wandb is no longer
-        used."""
+        """Call `action` with the wandb run, if there is one. If `action` fails, print the error and
+        stop using wandb."""
         if self.wandb_run is None:
             return
         try:
@@ -101,7 +101,10 @@ class RunLog:
             self.wandb_run = None
 
     def write_step(self, line: dict) -> None:
-        """Write the metrics of one step. line: the metrics by name, as in metrics.jsonl."""
+        """Write the metrics of one step to metrics.jsonl and wandb, and update the progress line.
+
+        line: keys are names of metrics, as in metrics.jsonl
+        """
         if not self.is_first_process:
             return
         with (
@@ -121,7 +124,7 @@ class RunLog:
         steps_since_start = line["step"] - self.completed_steps
         steps_of_start = self.total_steps - self.completed_steps
         if steps_since_start == min(FIRST_ESTIMATE_STEPS, max(2, steps_of_start // 3)):
-            # makes the progress print a line now, however long ago it printed the last one
+            # `Progress` prints a line at intervals. This makes it print one now.
             self.progress.last_line_time = 0.0
         self.progress(line["step"], self.total_steps, format_metrics(line))
 
@@ -181,7 +184,7 @@ def trim_step_metrics(path: Path, step: int) -> None:
         return
     lines = []
     for line in path.read_text().splitlines():
-        with suppress(ValueError, KeyError):  # a partially written line is left out
+        with suppress(ValueError, KeyError):  # the last line may be written only partially
             if json.loads(line)["step"] <= step:
                 lines.append(line)
     with abort_on_write_error(str(path)):
@@ -189,19 +192,20 @@ def trim_step_metrics(path: Path, step: int) -> None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak memory so far in bytes: on a GPU the memory that torch has allocated, on a
-    CPU the memory of the process."""
+    """Return the peak memory use of this process so far, in bytes. On a GPU, only the memory that
+    PyTorch allocated on it counts; on the CPU, the memory of the whole process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak  # Linux reports KiB
+    return peak if sys.platform == "darwin" else 1024 * peak  # macOS reports bytes, Linux KiB
 
 
 def start_wandb(config: TrainConfig, folder: Path) -> "wandb.Run | None":
-    """Start a wandb run and return it, None if this fails. Without an API key, wandb runs offline.
+    """Start a wandb run and return it; return None if wandb cannot start. Without an API key, wandb
+    runs offline.
 
-    A resumed training run continues its earlier wandb run. wandb gets the configuration without
-    secrets; neither the command line nor printed text is recorded.
+    A resumed training run continues its earlier wandb run. The configuration is sent without
+    secrets. The command line and printed text are not sent.
     """
     import wandb
 
@@ -213,7 +217,8 @@ def start_wandb(config: TrainConfig, folder: Path) -> "wandb.Run | None":
     )
     id_file = folder / WANDB_ID_FILE
     run_id = id_file.read_text() if id_file.exists() else token_hex(4)
-    # the parts of an offline run that was resumed are joined later by `wandb sync --append`
+    # wandb can continue only an online run. If an offline run is resumed, `wandb sync --append`
+    # joins its parts later.
     resume: Literal["allow"] | None = "allow" if mode == "online" else None
     try:
         run = wandb.init(
@@ -229,7 +234,7 @@ def start_wandb(config: TrainConfig, folder: Path) -> "wandb.Run | None":
             ),
         )
         atomic_write(id_file, run_id)
-    except Exception as error:  # noqa: BLE001  training continues whatever wandb raises
+    except Exception as error:  # noqa: BLE001  an error of wandb must not stop training
         message = (
             f"wandb could not be started and is not used ({error}). With the environment variable "
             "WANDB_MODE=offline, wandb needs no network"

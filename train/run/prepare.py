@@ -1,5 +1,5 @@
-"""The preparation of a run, before its first step: load everything, check it, and print an
-overview."""
+"""Prepare a training run: load target, data, drafter and checkpoint, check that they fit together,
+and print an overview."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,10 +47,10 @@ if TYPE_CHECKING:
 def prepare_run(user_config: TrainConfig, device: torch.device, folder: Path) -> RunState:
     """Load everything that training needs, from the newest undamaged checkpoint if there is one.
 
-    Mistakes of the user raise an error before anything is written to the folder. The drafter's
-    weights are loaded before the engine is built, and the optimiser's state after that.
+    user_config: the options as `resolve_config` returns them. folder: the run's folder, to which
+    nothing is written before all options have been checked.
     """
-    # the frozen target, the training data, and the options that depend on them
+    # Load the frozen target and the training data. Set the options that depend on them.
     stored_features = StoredFeatures(user_config.features) if user_config.features else None
     target = load_frozen_target(
         user_config, device, target_dtype(user_config, device), stored_features
@@ -58,14 +58,14 @@ def prepare_run(user_config: TrainConfig, device: torch.device, folder: Path) ->
     dataset, example_counts = load_dataset(user_config, target, stored_features)
     config, memory_line = complete_config(user_config, target, dataset, device)
 
-    # the initial drafter; this raises an error if it does not fit the target or the stored features
+    # Create the initial drafter. It must fit the target and the stored hidden states, if any.
     drafter = create_drafter(config, target, dataset)
     if stored_features is not None:
         stored_features.check_dependencies(feature_dependencies(config, target, drafter.layer_ids))
         stored_features.select_layers(drafter.layer_ids)
     prompts_note = run_on_first_process(lambda: describe_missing_prompts(config, target))
 
-    # record configuration, target and data in the folder, or compare them with the recorded ones
+    # Record configuration, target and data in the folder, or compare them with the recorded ones.
     sources = run_on_first_process(lambda: identify_sources(config.target.path, target, dataset))
     run_on_first_process(lambda: record_run_start(folder, user_config, sources))
     overview_lines = run_on_first_process(
@@ -73,7 +73,7 @@ def prepare_run(user_config: TrainConfig, device: torch.device, folder: Path) ->
     )
     print_overview(overview_lines, example_counts, memory_line)
 
-    # the engine, with the state of the newest checkpoint
+    # Build the DeepSpeed engine, and restore the state of the newest checkpoint.
     place_target(target, config, device)
     checkpoint, notes = find_newest_checkpoint(folder)
     state = load_training_state(checkpoint)
@@ -86,10 +86,10 @@ def prepare_run(user_config: TrainConfig, device: torch.device, folder: Path) ->
     if checkpoint is not None:
         restore_training_state(drafter, engine, state)
 
-    # restore the folder to its state directly after that checkpoint
+    # Write the n-gram file, and remove what the run's folder has from steps after the checkpoint.
     if config.count_ngrams:
         run_on_first_process(lambda: write_ngrams(dataset, target, folder, drafter.ngram_path))
-    # wait until every process has looked for its checkpoint, before folders are removed
+    # No folder may be removed before every process has loaded the checkpoint.
     dist.barrier()
     run_on_first_process(lambda: remove_later_steps(folder, completed_steps))
     schedule = run_on_first_process(
@@ -109,20 +109,23 @@ def prepare_run(user_config: TrainConfig, device: torch.device, folder: Path) ->
 def load_dataset(
     config: TrainConfig, target: Target, stored_features: StoredFeatures | None
 ) -> "tuple[StoredFeatures | Dataset, ExampleCounts | None]":
-    """Return the packed training sequences, and the counts of used and excluded examples. With
-    stored features, the counts are not known and None is returned instead."""
+    """Return the packed training sequences, and the counts of used and excluded examples.
+
+    stored_features: the target's hidden states if they were computed before training. They include
+    the sequences and are returned as the data set; the counts are then unknown (None).
+    """
     if stored_features is not None:
         return stored_features, None
     prepared = load_packed_sequences(config, target)
-    assert prepared.dataset is not None  # `load_packed_sequences` raises an error otherwise
+    assert prepared.dataset is not None  # an empty data set raises an error in the call above
     return prepared.dataset, prepared.counts
 
 
 def create_drafter(
     config: TrainConfig, target: Target, dataset: "StoredFeatures | Dataset"
 ) -> Drafter:
-    """Return the drafter that training starts from. If a reduced vocabulary is configured, it has
-    the most frequent tokens of the training data."""
+    """Create or load the drafter that training starts from. If a reduced vocabulary is configured,
+    the vocabulary consists of the most frequent tokens of the training data."""
     draft_tokens = None
     if config.drafter.draft_vocab_size:
         draft_tokens = find_frequent_tokens(dataset, config.drafter.draft_vocab_size, target)
@@ -134,23 +137,22 @@ def print_overview(
 ) -> None:
     """Print the run's overview, in the first process only.
 
-    lines: the result of `describe_run`. example_counts: counts of used and excluded examples, None
-    if they are not known. memory_line: a line about the memory of a step. The overview is printed
-    before the self-check, because the self-check can take minutes with a large model.
+    lines: the result of `describe_run`. example_counts: counts of used and excluded examples, or
+    None if they are unknown. memory_line: a line about the memory that a training step needs.
     """
     if dist.get_rank() > 0:
         return
     example_lines = [] if example_counts is None else example_counts.format_lines()
-    # the second line describes the data, so the lines about examples follow it
+    # The second line describes the data, so the lines about its examples come after it.
     print(*lines[:2], *example_lines, *lines[2:], memory_line, sep="\n", flush=True)
 
 
 def place_target(target: Target, config: TrainConfig, device: torch.device) -> None:
-    """Shard the target over the devices of all processes if target.shard=true. With stored
-    features, free the target's decoder layers.
+    """Prepare the target's memory for training. With target.shard=true, shard the target over the
+    devices of all processes. If the target's hidden states were stored before training
+    (`config.features`), free its decoder layers, which are not needed any more.
 
-    The drafter must exist already, because a new drafter copies its initial weights from these
-    layers.
+    Call this after the drafter is created: a new drafter copies weights from these layers.
     """
     if config.target.shard:
         shard_target(target, device)
@@ -165,11 +167,12 @@ def build_checked_engine(
     config: TrainConfig,
     device: torch.device,
 ) -> "tuple[DeepSpeedEngine, str | None]":
-    """Build the DeepSpeed engine around the drafter and run the self-check. Return the engine and a
-    line with the result of the self-check, None with self_check=false.
+    """Build the DeepSpeed engine around the drafter, and check the loss of the first batch against
+    a slow reference computation (the self-check).
 
-    Raises RunAborted if the loss of the first batch differs from the self-check's slow computation.
-    The slow computation runs before the engine is built.
+    Returns the engine, and a line with the result of the self-check, or None with
+    self_check=false. Raises RunAborted if the two losses differ. The reference runs before the
+    engine is built.
     """
     HEARTBEAT.set_activity("self-check: comparing the loss of a step with a slow computation")
     check = None
@@ -185,11 +188,11 @@ def build_checked_engine(
 def summarise_run(
     config: TrainConfig, drafter: Drafter, target: Target, num_sequences: int, completed_steps: int
 ) -> str:
-    """Return a line with the run's name, its number of parameters, its data and length, and the
-    step that it resumes from.
+    """Return a line for the user with the run's name, its number of trainable parameters, its data
+    and length, and the step from which it is resumed.
 
-    Call this function before the engine is built: with ZeRO stage 3, the engine shards the
-    parameters, and their number would be wrong.
+    Call this function before the DeepSpeed engine is built. With ZeRO stage 3, the engine shards
+    the parameters, and this function would count too few.
     """
     trainable_parameters = sum(
         parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad
@@ -205,7 +208,7 @@ def summarise_run(
 
 
 def remove_later_steps(folder: Path, step: int) -> None:
-    """Remove the log lines of steps after `step`, because the resumed run takes these steps again.
-    Also remove training states that the one of `step` supersedes."""
+    """Remove the log lines of all steps after `step`, which the resumed run will train again. Also
+    remove older training states that are no longer needed (`remove_superseded_states`)."""
     trim_step_metrics(folder / METRICS_FILE, step)
     remove_superseded_states(folder, step)

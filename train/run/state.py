@@ -1,6 +1,6 @@
-"""The state of a run, and the resolution of its configuration.
+"""The state of a training run, and the functions that complete its configuration.
 
-The configuration is resolved in two steps. `resolve_config` runs before the target is loaded; its
+The configuration is completed in two steps. `resolve_config` runs before the target is loaded; its
 result is written to config.json. `complete_config` runs when target and training data are loaded.
 Nothing else changes the configuration.
 """
@@ -57,17 +57,19 @@ if TYPE_CHECKING:
 
 @dataclass
 class TrainingSchedule:
-    """The progress of a run, in steps, or in seconds if `optim.max_minutes` limits it."""
+    """The progress of a run. It decides when checkpoints are due, when the run ends, and the
+    learning rate. Length and progress are in steps, or in seconds if `optim.max_minutes` is set."""
 
     optim: OptimConfig
-    length: float  # length of the run in steps, or in seconds with optim.max_minutes
+    length: float  # length of the whole run in steps, or in seconds with optim.max_minutes
     checkpoints: int  # number of checkpoints, evenly spaced over the run
     step: int  # number of completed steps
-    seconds: float  # duration of all completed steps
+    seconds: float  # duration of all completed steps together
 
     @property
     def elapsed(self) -> float:
-        """The number of completed steps, or with optim.max_minutes their duration in seconds."""
+        """The progress in the unit of `length`: the number of completed steps, or with
+        optim.max_minutes the duration of these steps in seconds."""
         return self.step if self.optim.max_minutes is None else self.seconds
 
     @property
@@ -77,8 +79,8 @@ class TrainingSchedule:
 
     @property
     def estimated_steps(self) -> int:
-        """The number of steps of the whole run. With optim.max_minutes, it is estimated from the
-        duration of the completed steps."""
+        """The expected number of steps of the whole run. With optim.max_minutes, it is estimated
+        from the duration of the completed steps."""
         if self.step == 0:
             return round(self.length)
         return max(self.step, round(self.length / max(self.elapsed, 1e-9) * self.step))
@@ -89,10 +91,10 @@ class TrainingSchedule:
         return cosine_learning_rate(self.optim, self.elapsed, self.length)
 
     def advance(self, seconds: float) -> bool:
-        """Count one completed step, and return whether a checkpoint must be saved after it.
+        """Count one completed step, and return whether a checkpoint is due now.
 
-        seconds: duration of all completed steps, including this one. The last checkpoint is saved
-        at the end of the run.
+        seconds: duration of all completed steps, including this one. The last checkpoint is due at
+        the end of the run.
         """
         elapsed_before = self.elapsed
         self.step += 1
@@ -108,9 +110,9 @@ class TrainingSchedule:
 
 @dataclass(frozen=True)
 class RunState:
-    """Everything that training steps need. It is loaded once, before the first step."""
+    """Everything that training steps need, loaded once before the first step."""
 
-    config: TrainConfig  # the result of `complete_config`
+    config: TrainConfig  # the completed configuration, from `complete_config`
     folder: Path  # the run's folder
     device: torch.device
     target: Target  # the frozen target
@@ -118,16 +120,16 @@ class RunState:
     drafter: Drafter  # the drafter that is trained
     engine: "DeepSpeedEngine"  # the DeepSpeed engine around the drafter
     schedule: TrainingSchedule
-    notes: list[str]  # lines to print before the first step
+    notes: list[str]  # lines for the user, printed before the first step
 
     @property
     def decoding_dtype(self) -> torch.dtype:
-        """The dtype of target and drafter in evaluations, and of saved drafters."""
+        """The dtype in which target and drafter are evaluated, and drafters are saved."""
         return resolve_dtype(self.config.target.dtype, self.device)
 
     def load_decoding_target(self) -> Target:
-        """Return the target for evaluations. It is the target of training steps, if that has all
-        layers and the right dtype; otherwise another copy is loaded."""
+        """Return the target for evaluations. The target that is in memory for training is reused if
+        it has all layers and the right dtype. Otherwise another copy is loaded."""
         if self.config.features is None and self.target.dtype == self.decoding_dtype:
             return self.target
         return load_frozen_target(self.config, self.device, self.decoding_dtype)
@@ -136,10 +138,10 @@ class RunState:
 def resume_schedule(
     config: TrainConfig, num_sequences: int, folder: Path, step: int
 ) -> TrainingSchedule:
-    """Return the schedule of a run that has completed `step` steps.
+    """Return the schedule of a new or resumed run that has completed `step` steps.
 
-    num_sequences: number of packed training sequences. folder: the run's folder. Its log must end
-    with `step`; the duration of the completed steps is read from it.
+    num_sequences: number of packed training sequences. folder: the run's folder, from whose log the
+    duration of the completed steps is read. The log must end with `step`.
     """
     seconds = 0.0
     for line in read_step_metrics(folder):
@@ -157,11 +159,12 @@ def load_frozen_target(
     dtype: torch.dtype,
     stored_features: StoredFeatures | None = None,
 ) -> Target:
-    """Load the target in `dtype`. It is loaded onto the device, or with target.shard=true into host
-    memory, because it will be sharded later.
+    """Load the target in `dtype` onto the device. With target.shard=true, load it into host memory
+    instead, because it will be sharded later.
 
-    With stored features, only a part of the target is loaded: the embedding, the head, and the
-    layers that a new drafter copies its initial weights from.
+    stored_features: the target's hidden states if they were computed before training. Only a part
+    of the target is then loaded: the embedding, the language model head, and the layers from which
+    a new drafter copies its initial weights.
     """
     options = config.target
     layers = None
@@ -177,14 +180,15 @@ def load_frozen_target(
 
 
 def resolve_config(config: TrainConfig, device: torch.device) -> TrainConfig:
-    """Return the configuration with the options of the existing drafter that drafter.init names,
-    and with the run's precision in place of optim.precision=auto.
+    """Complete the configuration as far as possible before the target is loaded.
 
-    Raises ValueError if the drafter does not fit the target, and if the drafter's conditional head
-    cannot be trained as configured.
+    With drafter.init, the options that the existing drafter fixes are copied from its config.
+    optim.precision=auto is replaced by a dtype name. Raises ValueError if the drafter does not fit
+    the target, or if its conditional head cannot be trained as configured.
     """
     config = replace(config, drafter=resolve_drafter_options(config.drafter, config.target))
-    # the config of a new drafter is built only to check its options; an existing one has a config
+    # The call of `build_drafter_config` only checks the options of a new drafter. Those of an
+    # existing drafter have been checked above.
     if config.drafter.init is None:
         hf_config = load_config(config.target.path, config.target.trust_remote_code)
         build_drafter_config(config.drafter, None, hf_config.get_text_config())
@@ -196,18 +200,19 @@ def resolve_config(config: TrainConfig, device: torch.device) -> TrainConfig:
 def complete_config(
     config: TrainConfig, target: Target, dataset: "StoredFeatures | Dataset", device: torch.device
 ) -> tuple[TrainConfig, str]:
-    """Return the configuration that training steps use, and a line about the memory of a step.
+    """Complete the configuration after target and data are loaded. Return the configuration for
+    training, and a line for the user about the memory that a training step needs.
 
-    Four things are decided here: the drafter's options that are None, which get the defaults of the
-    time when the run started; the drafter's mask token; `anchors_per_sequence`, which is reduced to
-    the number of anchors that a packed sequence can have; and `gradient_checkpointing`.
+    These options are set: drafter options that are None (`use_recorded_defaults`), the mask token
+    (`set_mask_token`), `anchors_per_sequence` (`limit_anchors`), and `gradient_checkpointing`
+    (from the available memory).
     """
     drafter_options = set_mask_token(use_recorded_defaults(config), target, dataset)
     anchors = run_on_first_process(lambda: limit_anchors(dataset, config))
     config = replace(config, drafter=drafter_options, anchors_per_sequence=anchors)
 
-    # The device with the least memory decides for all processes. Their configurations must be the
-    # same, because all processes gather each layer of a sharded model together.
+    # Use the memory of the smallest device in all processes, so that their configurations are the
+    # same. They must be, because all processes gather each layer of a sharded model together.
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     memory_bytes = torch.tensor(
         available_device_memory(device, local_world_size), dtype=torch.float64
@@ -229,11 +234,11 @@ def complete_config(
 
 
 def resolve_precision(config: TrainConfig, device: torch.device) -> str:
-    """Return the dtype of the drafter's matmuls as the name 'float32' or 'bfloat16'. With
-    optim.precision=auto, a resumed run keeps the dtype that it started with."""
+    """Return the dtype of the drafter's matmuls in training, as the name 'float32' or 'bfloat16'.
+    With optim.precision=auto, a resumed run keeps the dtype with which it started."""
     run = run_folder(config)
     if config.optim.precision == "auto" and has_started(run):
-        # if the file is damaged, `refuse_other_run` raises an error later
+        # A damaged file is ignored here, because `refuse_other_run` will raise an error for it.
         with suppress(ValueError, OSError, KeyError):
             recorded_config = json.loads((run / RUN_CONFIG_FILE).read_text())
             return recorded_config["optim"]["precision"]
@@ -241,14 +246,14 @@ def resolve_precision(config: TrainConfig, device: torch.device) -> str:
 
 
 def use_recorded_defaults(config: TrainConfig) -> DrafterConfig:
-    """Return the drafter's options. Options that are None get the values of the run's newest
-    checkpoint, if there is one.
+    """Return the drafter's options; those that are None get the values that the drafter of the
+    run's newest checkpoint has, if there is a checkpoint.
 
-    The values of the checkpoint are used because the program's defaults may have changed since the
-    run started.
+    A resumed run must not use the program's current defaults, which may have changed since the run
+    started.
     """
     for checkpoint in reversed(list_checkpoints(run_folder(config))):
-        # a damaged checkpoint is passed over: older checkpoints of the run have the same options
+        # Skip a damaged checkpoint: older checkpoints of the run have the same options.
         with suppress(ValueError, OSError):
             folder = open_drafter_folder(str(checkpoint / "drafter"))
             reading = read_layout(folder)
@@ -265,8 +270,8 @@ def use_recorded_defaults(config: TrainConfig) -> DrafterConfig:
 def set_mask_token(
     options: DrafterConfig, target: Target, dataset: "StoredFeatures | Dataset"
 ) -> DrafterConfig:
-    """Return the drafter's options with a mask token. For a new drafter that needs a mask token and
-    has none, a token is chosen that does not occur in the training data.
+    """Choose a mask token if a new drafter needs one and none is configured: a token that does not
+    occur in the training data. Return the drafter's options with this token.
 
     Raises ValueError if there is no such token.
     """
@@ -284,10 +289,11 @@ def set_mask_token(
 
 
 def limit_anchors(dataset: "StoredFeatures | Dataset", config: TrainConfig) -> int:
-    """Return the number of anchor slots per packed sequence: `config.anchors_per_sequence`, or the
-    largest number of anchors that any packed sequence can have, if that is smaller.
+    """Return how many anchors (positions at which a training block starts) are drawn per packed
+    sequence: `config.anchors_per_sequence`, but at most the largest number of anchors that any
+    sequence has room for.
 
-    More slots would be empty in every sequence, and would still be computed.
+    Every further anchor would be padding in all sequences, and would still cost compute.
     """
     max_anchors = 1
     columns = zip(
@@ -308,10 +314,10 @@ def describe_run(
     draft_tokens: torch.Tensor | None,
     device: torch.device,
 ) -> list[str]:
-    """Return the lines of the run's overview: one about the target, one about the data, one about
-    length and precision, and one about a reduced vocabulary if the drafter has one.
+    """Return the lines of the run's overview: one each about the target, the data, and the run's
+    length and precision. If the drafter has a reduced vocabulary, a fourth line describes it.
 
-    draft_tokens: (tokens,) the token ids of the reduced vocabulary, None without one.
+    draft_tokens: (num_tokens,) the token ids of the reduced vocabulary, or None.
     """
     hf_config = target.config
     target_line = (
@@ -352,8 +358,8 @@ def describe_run(
 
 
 def describe_data(data: DataConfig) -> str:
-    """Return a text that names the training data, and who generated its answers if this is
-    known."""
+    """Return a text for the user that names the training data and, where known, says whether the
+    target generated the answers."""
     if data.source == "hub":
         return (
             f"{data.path} ({data.split}), with answers that were published and not generated by "

@@ -1,8 +1,8 @@
-"""A wrapper of `torchrun` that prints one sentence instead of a traceback after a signal. launch.sh
-uses it to start a run with several processes.
+"""Run `torchrun`, but print one sentence instead of a traceback if a signal stops it. launch.sh
+uses this module to start a run with several processes.
 
-After a signal, torchrun forwards the signal to its processes, waits until they have saved the run
-and exited, and then raises an exception.
+torchrun forwards the signal to its processes, waits until they have saved the run and exited, and
+then raises an exception.
 """
 
 import signal
@@ -15,8 +15,8 @@ from infer.utils.interrupts import EXIT_CODE_INTERRUPTED
 
 
 def run_torchrun() -> int:
-    """Run torchrun with the arguments of this process. Return the exit code: 0 without a signal,
-    130 after Ctrl-C, and 1 after another signal."""
+    """Run torchrun with the command-line arguments of this process. Return the exit code: 0 without
+    a signal, 130 after Ctrl-C, and 1 after another signal."""
     try:
         main()
     except SignalException as error:
@@ -24,8 +24,8 @@ def run_torchrun() -> int:
         is_interrupt = signal_received == signal.SIGINT
         name = "Ctrl-C" if is_interrupt else signal_received.name
         print(
-            f"stopped by {name}: the saved state is complete, and the same command goes on from "
-            "there",
+            f"stopped by {name}: the last saved state is complete; run the same command again to "
+            "continue from it",
             file=sys.stderr,
         )
         return EXIT_CODE_INTERRUPTED if is_interrupt else 1

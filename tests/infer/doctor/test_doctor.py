@@ -415,7 +415,7 @@ def test_the_growth_of_counters_is_measured():
 
 def test_an_engine_without_counters_is_named():
     without_counters = httpx.MockTransport(lambda request: httpx.Response(200, text="up 1\n"))
-    with pytest.raises(ValueError, match="no drafts"):
+    with pytest.raises(ValueError, match="no known counters of draft tokens"):
         measure_engine(
             httpx.Client(transport=without_counters, base_url="http://here"), SMALL_REFERENCE
         )

@@ -509,7 +509,7 @@ def test_gguf_goes_through_llama_cpps_own_converter(tmp_path, embedded):
         "converter": str(converter),
     }
     with pytest.raises(
-        ValueError, match="llama.cpp's own converter, but converter=.* does not exist"
+        ValueError, match="llama.cpp's converter script, but converter=.* does not exist"
     ):
         run_export(ExportCommand(**options, out=str(out)))
     converter.write_text(FAKE_CONVERTER.replace("FAILS", "False"))

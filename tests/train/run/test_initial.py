@@ -80,7 +80,7 @@ def test_options_that_contradict_the_drafter_are_refused(embedded, tmp_path):
     )
     assert options.target_layer_ids == [2, 7] and options.mask_token_id == drafter.mask_token_id
     with pytest.raises(
-        ValueError, match=r"contradicts other options of the drafter: give drafter\.layers=1 "
+        ValueError, match=r"has other values for some of the given options: give drafter\.layers=1 "
     ):
         resolve_drafter_options(DrafterConfig(init=init), EMBEDDED_TARGET)
     with pytest.raises(ValueError, match=r"give drafter\.target_layer_ids=\[2,7\]"):
