@@ -120,7 +120,7 @@ def prepare_forward_pass(target, ids: list[int], count: int) -> Callable[[], Ids
     tree = DraftTree(
         torch.tensor([ids[-count:]]), (depths - 1).clamp(min=0), depths, depths.float(), count - 1
     )
-    ancestors = tree.ancestors()
+    ancestors = tree.build_ancestor_mask()
     return lambda: argmax_tokens(
         target, target.verify(tree, ancestors, cache).last_hidden_states
     ).tolist()

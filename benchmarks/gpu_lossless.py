@@ -17,7 +17,7 @@ import torch
 from gpu import exit_with_failures, nullgpu, record_failure, require_cuda
 
 from infer import Engine, load_drafter, load_target
-from infer.config import EngineConfig, TextOptions
+from infer.config import EngineConfig, SamplingOptions
 from infer.evaluation.evaluate import describe_device
 
 PROMPT_TEXTS = [
@@ -65,9 +65,9 @@ def generate_outputs(
         method, max(nodes, 1), max_num_seqs=rows, compile=compile, ngrams=continuity
     )
     engine = Engine(target, None if method == "plain" else drafter, options, 512)
-    text_options = TextOptions(max_new_tokens=tokens, ignore_eos=True, seed=3, **sampling)
+    text_options = SamplingOptions(max_new_tokens=tokens, ignore_eos=True, seed=3, **sampling)
     texts = [engine.submit(prompt, text_options) for prompt in prompts]
-    while engine.busy:
+    while engine.has_unfinished_sequences:
         engine.step()
     return [text.ids for text in texts], any(engine.runner.graphs.graphs.values())
 

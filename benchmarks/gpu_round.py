@@ -37,7 +37,7 @@ from gpu import (
 )
 
 from infer import Engine
-from infer.config import EngineConfig, TextOptions
+from infer.config import EngineConfig, SamplingOptions
 from infer.engine.capture import CudaGraphs
 from infer.engine.proposals import make_proposal
 from infer.engine.runner import Runner
@@ -78,7 +78,9 @@ def fill_rows(engine: Engine, args, **text) -> Engine:
         prompt = [2 + (7 * i + row) % 400 for i in range(args.context + row)]
         engine.submit(
             prompt,
-            TextOptions(max_new_tokens=args.capacity - len(prompt) - 8, ignore_eos=True, **text),
+            SamplingOptions(
+                max_new_tokens=args.capacity - len(prompt) - 8, ignore_eos=True, **text
+            ),
         )
     for _ in range(4):
         engine.step()
@@ -260,7 +262,7 @@ def check_mixed_rounds(target, drafter, args, failures: list[str]) -> None:
 
     def run() -> None:
         for _ in range(24):  # short prompts, so that all rows are soon in use
-            engine.submit([2, 3, 4], TextOptions(max_new_tokens=300, ignore_eos=True))
+            engine.submit([2, 3, 4], SamplingOptions(max_new_tokens=300, ignore_eos=True))
         for _ in range(args.rounds):
             if random_numbers.random() < 0.4:
                 prompt = [
@@ -269,7 +271,9 @@ def check_mixed_rounds(target, drafter, args, failures: list[str]) -> None:
                 ]
                 engine.submit(
                     prompt,
-                    TextOptions(max_new_tokens=random_numbers.randrange(1, 300), ignore_eos=True),
+                    SamplingOptions(
+                        max_new_tokens=random_numbers.randrange(1, 300), ignore_eos=True
+                    ),
                 )
             engine.step()
             rows.add(len(engine.scheduler.running))

@@ -34,7 +34,7 @@ from infer.targets.target import Target
 from train.batches import BatchPrefetcher
 from train.config import ObjectiveConfig, TrainConfig
 from train.engine import build_engine
-from train.plan import StepShape
+from train.plan import StepSizes
 from train.processes import start_process_group
 from train.step import train_step
 from train.step_memory import estimate_step_memory
@@ -164,7 +164,7 @@ def measure_third_step(sizes: dict, config: TrainConfig) -> StepMeasurement:
         with count_device_work() as work:
             train_step(drafter, engine, target, drawn, config)
     planned = estimate_step_memory(
-        StepShape(config, target.model.config, config.optim.micro_batch_size), config, 1, 2, 2, True
+        StepSizes(config, target.model.config, config.optim.micro_batch_size), config, 1, 2, 2, True
     )
     passes = config.optim.batch_size // config.optim.micro_batch_size
     return StepMeasurement(work, passes, torch.cuda.max_memory_allocated() / 1e9, planned)

@@ -44,7 +44,7 @@ from inputs import add_prompt_options, add_target_options, load_cli_prompts
 
 from infer import Engine
 from infer.cli import models
-from infer.config import EngineConfig, TargetConfig, TextOptions
+from infer.config import EngineConfig, SamplingOptions, TargetConfig
 from infer.evaluation.metrics import MIN_PROMPTS_FOR_CONFIDENCE_INTERVAL, bootstrap_interval
 
 FIXED_TREE_BUDGETS = (2, 4, 8, 16, 64)
@@ -59,7 +59,7 @@ SELECTING_TURNS = 3
 MIN_RELATIVE_SPEED = 0.9  # of the best method; slower ones are dropped
 SUFFICIENT_RATIO = 0.95
 
-Request = tuple[list[int], TextOptions]  # prompt and options
+Request = tuple[list[int], SamplingOptions]  # prompt and options
 
 
 @dataclass
@@ -137,13 +137,13 @@ class MethodTurn:
     @property
     def busy(self) -> bool:
         """Whether requests are left."""
-        return self.engine.busy or len(self.times) < len(self.requests)
+        return self.engine.has_unfinished_sequences or len(self.times) < len(self.requests)
 
     def step(self) -> None:
         """Run one step of the engine; submit the next requests if it is idle."""
         submit_time = self.elapsed
         start = self.engine.clock()
-        if not self.engine.busy:
+        if not self.engine.has_unfinished_sequences:
             for request in self.requests[len(self.times) :][: self.clients]:
                 self.times[self.engine.submit(*request)] = [submit_time]
         updated = self.engine.step()
@@ -232,7 +232,7 @@ def main() -> None:
     prompts = load_cli_prompts(args, target.tokenizer)
     capacity = max(map(len, prompts)) + 64
     requests = [
-        (ids, TextOptions(max_new_tokens=16 + 29 * i % 49, ignore_eos=True))
+        (ids, SamplingOptions(max_new_tokens=16 + 29 * i % 49, ignore_eos=True))
         for i, ids in enumerate(prompts)
     ]
     engines = {}

@@ -212,7 +212,7 @@ def assign_rows(tree: DraftTree) -> dict[int, int]:
 
 def draw_mask(tokenizer, tree: DraftTree) -> str:
     """Draw which node (row) attends to which (column) in the verification pass."""
-    mask = tree.ancestors()[0]
+    mask = tree.build_ancestor_mask()[0]
     size = 24
     left = 96
     elements = [draw_label(left + 12 + size * k, 16, str(k), kind="s") for k in range(len(mask))]

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from infer import Engine, load_drafter, load_target
-from infer.config import DrafterConfig, EngineConfig, TextOptions
+from infer.config import DrafterConfig, EngineConfig, SamplingOptions
 from infer.drafters.base import Drafter
 from infer.drafters.build import create_drafter
 from infer.engine import runner
@@ -121,7 +121,7 @@ def generate_with_times(
             {"mask_scores": text.grammar, "decode_round": engine.runner}.get(name, runner), name
         )
     start_time = time.thread_time()
-    while engine.busy:
+    while engine.has_unfinished_sequences:
         engine.step()
     runner.constrain_to_grammars = constrain_to_grammars
     return text, time.thread_time() - start_time, function_seconds
@@ -140,7 +140,7 @@ def print_speeds(target, drafter, prompts, tokens) -> None:
         speeds = defaultdict(list)
         same = True
         for number, prompt in enumerate(prompts):
-            options = TextOptions(
+            options = SamplingOptions(
                 max_new_tokens=tokens, temperature=temperature, seed=number, **grammar
             )
             ids = set()
@@ -178,7 +178,9 @@ def print_grammar_shares(target, drafter, prompts, tokens) -> None:
         total_seconds = defaultdict(float)
         rounds = 0
         for number, prompt in enumerate(prompts):
-            options = TextOptions(max_new_tokens=tokens, temperature=0.7, seed=number, **grammar)
+            options = SamplingOptions(
+                max_new_tokens=tokens, temperature=0.7, seed=number, **grammar
+            )
             text, _, function_seconds = generate_with_times(
                 target, drafter, prompt, options, "ddtree", 64, True, timed_functions
             )

@@ -219,7 +219,7 @@ def measure_tree_difference(
         logits[:, 0, 7:10] += 20  # gives the tree three long paths
         bonus = torch.randint(1, TINY_TARGET_VOCABULARY_SIZE, (len(rows),), generator=generator)
         tree = build_ddtree(Proposal(bonus, logits.log_softmax(-1), nodes))
-        ancestors = tree.ancestors()
+        ancestors = tree.build_ancestor_mask()
         our_logits = target.compute_logits(target.verify(tree, ancestors, cache).last_hidden_states)
         paths_by_row = [[row.nonzero()[:, 0].tolist() for row in ancestors[b]] for b in rows]
         for b in rows:

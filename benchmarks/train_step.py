@@ -35,7 +35,7 @@ from train.engine import compute_dtype, target_dtype
 from train.objective import position_weights
 from train.optim import make_optimizer
 from train.step import compute_block_loss, compute_drafter_states, compute_loss_from_states
-from train.step_memory import StepShape, estimate_step_memory
+from train.step_memory import StepSizes, estimate_step_memory
 
 STEP_PARTS = ("target", "drafter", "objective", "optimiser")
 
@@ -162,7 +162,7 @@ def run_steps(args) -> dict:
             time_step_parts(
                 drafter, target, rows, draw_blocks(rows, config, step), config, clock, times
             )
-    shape = StepShape(config, target.config)
+    shape = StepSizes(config, target.config)
     itemsize = target.dtype.itemsize
     planned = estimate_step_memory(shape, config, 1, itemsize, itemsize, args.device == "cuda")
     milliseconds = {

@@ -90,15 +90,16 @@ class ExampleCounts:
         if not self.first_invalid:
             self.first_invalid = other.first_invalid
 
-    def check_invalid_share(self, max_invalid: float) -> None:
-        """Raise ValueError if more than the fraction `max_invalid` of all examples is invalid."""
+    def check_invalid_fraction(self, max_invalid_fraction: float) -> None:
+        """Raise ValueError if more than the fraction `max_invalid_fraction` of all examples is
+        invalid."""
         invalid_count = sum(self.invalid.values())
-        max_invalid_count = max_invalid * self.total
+        max_invalid_count = max_invalid_fraction * self.total
         if invalid_count > max_invalid_count:
             raise ValueError(
                 f"{invalid_count:,} of {self.total:,} examples are invalid; "
-                f"data.max_invalid_fraction={max_invalid:g} allows {int(max_invalid_count):,}. "
-                f"First: {self.first_invalid}"
+                f"data.max_invalid_fraction={max_invalid_fraction:g} allows "
+                f"{int(max_invalid_count):,}. First: {self.first_invalid}"
             )
 
     def summarise(self) -> str:

@@ -27,7 +27,7 @@ from data.counts import ExampleCounts, ExcludedExample, get_error_reason
 from data.rows import (
     DATA_CACHE_FORMAT_VERSION,
     DataConfig,
-    compute_source_digest,
+    compute_dataset_digest,
     expand_mixture,
     read_training_examples,
 )
@@ -142,7 +142,7 @@ def pack_segments(
     }
 
 
-def generate_cached_examples(config: DataConfig) -> Iterator[dict[str, str]]:
+def generate_example_cache_rows(config: DataConfig) -> Iterator[dict[str, str]]:
     """Yield what `load_raw_examples` stores in its cache for one data set, as rows of a table.
 
     Every row except the last holds a training example, as JSON in the column "row". The last row
@@ -175,10 +175,10 @@ def load_raw_examples(config: DataConfig) -> CountedDataset:
     from datasets import Dataset, Features, Value
 
     columns = Features({"row": Value("string"), "counts": Value("string")})
-    digest = compute_source_digest(config)
-    with unwrap_generation_errors():
+    digest = compute_dataset_digest(config)
+    with unwrap_dataset_generation_errors():
         cached = Dataset.from_generator(
-            generate_cached_examples, columns, gen_kwargs={"config": config}, fingerprint=digest
+            generate_example_cache_rows, columns, gen_kwargs={"config": config}, fingerprint=digest
         )
     counts = ExampleCounts(**json.loads(cached[-1]["counts"]))
     examples = cached.select(range(len(cached) - 1)).select_columns("row")
@@ -186,7 +186,7 @@ def load_raw_examples(config: DataConfig) -> CountedDataset:
 
 
 @contextmanager
-def unwrap_generation_errors() -> Generator[None]:
+def unwrap_dataset_generation_errors() -> Generator[None]:
     """Raise the cause of a DatasetGenerationError instead of the DatasetGenerationError itself.
 
     This applies inside the `with` block. If the cause is an OSError of DISK_WRITE_ERRORS, this
@@ -351,7 +351,7 @@ def prepare_packed_dataset(
     key = compute_cache_key(config, digest)
     tokenized = _tokenize_dataset(raw, config, tokenizer, key, progress)
     counts = count_rejected_examples(tokenized, mixed.counts)
-    counts.check_invalid_share(config.max_invalid_fraction)
+    counts.check_invalid_fraction(config.max_invalid_fraction)
     if not counts.used:
         return CountedDataset(None, counts)
     if counts.used < len(raw):
@@ -365,7 +365,7 @@ def prepare_packed_dataset(
         "positions": List(Value("int32")),
         "documents": List(Value("int32")),
     }
-    with unwrap_generation_errors():
+    with unwrap_dataset_generation_errors():
         packed = Dataset.from_generator(
             generate_packed_sequences,
             features=Features(columns),
@@ -381,7 +381,7 @@ def compute_cache_key(config: DataConfig, digest: str) -> str:
 
     digest: digest of the tokenizer and its chat template
     """
-    datasets = [(compute_source_digest(data), weight) for data, weight in expand_mixture(config)]
+    datasets = [(compute_dataset_digest(data), weight) for data, weight in expand_mixture(config)]
     key_fields = [DATA_CACHE_FORMAT_VERSION, digest, datasets, config.max_examples, config.length]
     return hashlib.sha256(json.dumps(key_fields).encode()).hexdigest()[:32]
 
@@ -466,7 +466,7 @@ def refuse_empty_dataset(counts: ExampleCounts) -> None:
     raise ValueError(f"no example to train on; {counts.summarise()}{advice}")
 
 
-def tokenize_documents(
+def tokenize_training_examples(
     config: DataConfig, tokenizer: "PreTrainedTokenizerBase", counts: ExampleCounts
 ) -> Iterator[list[int]]:
     """Yield the token ids of each training example without splitting them into segments.
@@ -490,18 +490,18 @@ def tokenize_documents(
         except ValueError as error:
             counts.count_invalid(get_error_reason(error), f"{example['where']}: {error}")
             counts.used -= 1
-    counts.check_invalid_share(config.max_invalid_fraction)
+    counts.check_invalid_fraction(config.max_invalid_fraction)
 
 
-def get_shuffled_index(draw: int, dataset_size: int, seed: int) -> int:
+def get_shuffled_index(sequence_number: int, dataset_size: int, seed: int) -> int:
     """Return the index in the data set of the packed sequence that a training run reads next.
 
     Each epoch reads the data set in another random order. The index depends only on the arguments,
     so a resumed run needs no saved state of a data loader.
 
-    draw: number of packed sequences that the run has read before, in all epochs
+    sequence_number: number of packed sequences that the run has read before, in all epochs
     """
-    epoch, offset = divmod(draw, dataset_size)
+    epoch, offset = divmod(sequence_number, dataset_size)
     return int(_epoch_permutation(dataset_size, seed, epoch)[offset])
 
 
@@ -514,13 +514,15 @@ def _epoch_permutation(dataset_size: int, seed: int, epoch: int) -> "torch.Tenso
     return torch.randperm(dataset_size, generator=generator)
 
 
-def read_batch(dataset: Any, first_draw: int, count: int, seed: int) -> "dict[str, torch.Tensor]":
+def read_batch(
+    dataset: Any, sequences_read: int, count: int, seed: int
+) -> "dict[str, torch.Tensor]":
     """Return the next `count` packed sequences of a run, as columns of shape (count, data.length).
 
-    first_draw: number of packed sequences that the run has read before, in all epochs
+    sequences_read: number of packed sequences that the run has read before, in all epochs
     """
     indices = [
         get_shuffled_index(draw, len(dataset), seed)
-        for draw in range(first_draw, first_draw + count)
+        for draw in range(sequences_read, sequences_read + count)
     ]
     return dataset[indices]

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 # File with the outside prompts (not from the user's data), one JSON object {"kind", "prompt"} per
 # line.
-OUTSIDE_PROMPTS_FILE = Path(__file__).resolve().parent / "embedded" / "outside.jsonl"
-OUTSIDE_PROMPTS_GROUP_NAME = "outside the data"
+EXTERNAL_PROMPTS_FILE = Path(__file__).resolve().parent / "embedded" / "outside.jsonl"
+EXTERNAL_PROMPTS_GROUP_NAME = "outside the data"
 
 # Keys are kinds of prompts from Python code, values are patterns. A prompt ends where a match of
 # its pattern ends.
@@ -70,16 +70,17 @@ def select_evaluation_prompts(
     tokenizer: "PreTrainedTokenizerBase",
     count: int,
     prompt_tokens: int,
-    outside: int = 0,
+    external_count: int = 0,
 ) -> list[Prompt]:
-    """Return `count` prompts from the held-out examples, and `outside` prompts of this package.
+    """Return `count` prompts from the held-out examples, and `external_count` prompts of this
+    package.
 
     The held-out prompts are spread evenly over kinds such as starts of texts and docstrings. If
     they are too few, prompts from the middle of long texts are added, and then the first halves of
     short texts. A small data set may still give fewer than `count` prompts.
 
     prompt_tokens: number of tokens of a prompt; for a chat, the maximum number
-    outside: number of prompts to add that are not from the data, at most `count`
+    external_count: number of prompts to add that are not from the data, at most `count`
 
     Raises ValueError if the held-out examples contain no prompt, or `count` is 0.
     """
@@ -123,8 +124,8 @@ def select_evaluation_prompts(
             "examples; use more or longer examples"
         )
     has_chats = any(kind.startswith(CHAT_PROMPT_KIND_PREFIX) for kind in prompts_by_kind)
-    outside_prompts = load_outside_prompts(tokenizer, prompt_tokens, has_chats)
-    return prompts + outside_prompts[: min(outside, count)]
+    outside_prompts = load_external_prompts(tokenizer, prompt_tokens, has_chats)
+    return prompts + outside_prompts[: min(external_count, count)]
 
 
 def _select_text_prompts(
@@ -170,20 +171,21 @@ def _name_chat_kind(prompt_length: int) -> str:
     return f"{CHAT_PROMPT_KIND_PREFIX} over {MAX_TOKENS_OF_CHAT_PROMPT_KINDS[-1]:,}"
 
 
-def load_outside_prompts(
-    tokenizer: "PreTrainedTokenizerBase", prompt_tokens: int, chats: bool
+def load_external_prompts(
+    tokenizer: "PreTrainedTokenizerBase", prompt_tokens: int, as_chats: bool
 ) -> list[Prompt]:
-    """Return the prompts of OUTSIDE_PROMPTS_FILE, which are not from the user's data.
+    """Return the prompts of EXTERNAL_PROMPTS_FILE, which are not from the user's data.
 
-    prompt_tokens: if `chats` is False, longer prompts are cut to their last `prompt_tokens` tokens
-    chats: whether to render each prompt as a user message with the chat template
+    prompt_tokens: if `as_chats` is False, longer prompts are cut to their last `prompt_tokens`
+        tokens
+    as_chats: whether to render each prompt as a user message with the chat template
     """
     prompts = []
-    with OUTSIDE_PROMPTS_FILE.open(encoding="utf-8") as lines:
+    with EXTERNAL_PROMPTS_FILE.open(encoding="utf-8") as lines:
         for line in lines:
             record = json.loads(line)
             text = record["prompt"]
-            if chats:
+            if as_chats:
                 question = {"role": "user", "content": text}
                 chat = {"tools": [], "template": {}}
                 rendered = render_chat(tokenizer, [question], chat, add_generation_prompt=True)
@@ -197,7 +199,7 @@ def load_outside_prompts(
                     # character. A server could then not get the same prompt.
                     if tokenizer(text)["input_ids"] != ids:
                         text = ""
-            prompts.append(Prompt(ids, record["kind"], OUTSIDE_PROMPTS_GROUP_NAME, text, chats))
+            prompts.append(Prompt(ids, record["kind"], EXTERNAL_PROMPTS_GROUP_NAME, text, as_chats))
     return prompts
 
 

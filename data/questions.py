@@ -15,7 +15,7 @@ from data.template import get_template_source, render_chat
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SELF_QUESTION_PLACEHOLDER = "QUESTIONGOESHERE"
+USER_QUESTION_PLACEHOLDER = "QUESTIONGOESHERE"
 # Two questions are duplicates if this many first characters are equal, in lower case and without
 # punctuation.
 DUPLICATE_QUESTION_PREFIX_CHARACTERS = 64
@@ -48,10 +48,10 @@ def build_question_prompt(
     messages = [{"role": "system", "content": system}] if system else []
     rendered = ""
     if get_template_source(tokenizer):
-        question = {"role": "user", "content": SELF_QUESTION_PLACEHOLDER}
+        question = {"role": "user", "content": USER_QUESTION_PLACEHOLDER}
         chat = {"tools": [], "template": {}}
         rendered = render_chat(tokenizer, [*messages, question], chat, add_generation_prompt=True)
-    text, _, suffix = rendered.partition(SELF_QUESTION_PLACEHOLDER)
+    text, _, suffix = rendered.partition(USER_QUESTION_PLACEHOLDER)
     # Most tokenizers join a space with the word after it, so the prompt must not end with a space.
     text = text.rstrip(" ")
 

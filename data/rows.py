@@ -46,7 +46,7 @@ MIN_DATA_OPTION_VALUES = {"max_examples": 1, "max_invalid_fraction": 0, "length"
 
 
 @dataclass
-class DataPart:
+class MixtureDataset:
     """One data set of a mixture.
 
     path: a file, a folder, or the name of a data set on the Hugging Face hub
@@ -86,7 +86,7 @@ class DataConfig:
     source: str = "embedded"
     path: str | None = None
     split: str = "train"
-    datasets: list[DataPart] = field(default_factory=list)
+    datasets: list[MixtureDataset] = field(default_factory=list)
     length: int = 512
     max_examples: int | None = None
     max_invalid_fraction: float = 0.05
@@ -362,7 +362,7 @@ def read_examples(
 
     if not counts.total:
         raise ValueError(f"data.path={config.path} contains no examples")
-    counts.check_invalid_share(config.max_invalid_fraction)
+    counts.check_invalid_fraction(config.max_invalid_fraction)
 
 
 def is_held_out_index(index: int) -> bool:
@@ -471,7 +471,7 @@ def read_questions(
         )
 
 
-def compute_source_digest(config: DataConfig) -> str:
+def compute_dataset_digest(config: DataConfig) -> str:
     """Return a digest that identifies the examples of one data set, for cache keys.
 
     The digest is computed from DATA_CACHE_FORMAT_VERSION, the options, and the sizes and

@@ -324,19 +324,19 @@ def _insert_placeholders(answer: dict, index: int) -> dict:
 
 
 def locate_answers(
-    rendered: str, with_placeholders: str, messages: list[dict]
+    rendered: str, placeholder_text: str, messages: list[dict]
 ) -> dict[int, AnswerLocation]:
     """Find the answers of a chat in its rendered text. Return {message index: location}.
 
     rendered: the rendered chat
-    with_placeholders: the same chat, rendered with placeholders instead of the answers
+    placeholder_text: the same chat, rendered with placeholders instead of the answers
 
     Raises ExcludedExample if the two texts differ outside the answers, or if an answer is missing.
     """
     # "\0" marks the end of both texts. Without the mark, the text after the last placeholder could
     # match only the beginning of the text after the last answer.
     rendered += "\0"
-    prefix, *fragments = ANSWER_SECTION_PLACEHOLDER_PATTERN.split(with_placeholders + "\0")
+    prefix, *fragments = ANSWER_SECTION_PLACEHOLDER_PATTERN.split(placeholder_text + "\0")
     section_names = {word: section for section, word in ANSWER_SECTION_PLACEHOLDERS.items()}
     locations: dict[int, AnswerLocation] = {}
     position = len(prefix) if rendered.startswith(prefix) else len(rendered)

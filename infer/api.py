@@ -16,7 +16,7 @@ import torch
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from infer.config import DecodeOptions, EngineConfig, TextOptions
+from infer.config import DecodeOptions, EngineConfig, SamplingOptions
 from infer.drafters.base import Drafter
 from infer.engine.detokenize import count_stable_tokens, detokenize
 from infer.engine.engine import Engine
@@ -166,7 +166,7 @@ def stream(
 
 
 def _stream_text(engine: Engine, detokenizer: "IncrementalDetokenizer") -> abc.Iterator[str]:
-    while engine.busy:
+    while engine.has_unfinished_sequences:
         engine.step()
         text = detokenizer.next_text()
         if text:
@@ -229,7 +229,7 @@ def decode_prompts(
     sequences = []
     for prompt, seed in zip(prompts, seeds, strict=True):
         sequences.append(engine.submit(prompt, replace(options, seed=seed), processors))
-    while engine.busy:
+    while engine.has_unfinished_sequences:
         engine.step()
     return sequences
 
@@ -418,7 +418,7 @@ def require_tokenizer(target: AnyTarget) -> PreTrainedTokenizerBase:
 
 
 def decode_output(
-    target: AnyTarget, ids: list[int], options: TextOptions, keep_special_tokens: bool = False
+    target: AnyTarget, ids: list[int], options: SamplingOptions, keep_special_tokens: bool = False
 ) -> str:
     """Return the text of an output, cut before the first stop string.
 

@@ -103,7 +103,7 @@ class TargetConfig:
 
 
 @dataclass
-class LoadedConfig:
+class DrafterLoadConfig:
     """How a trained drafter is loaded.
 
     quantization: none, int8 (matmuls in 8-bit integers, on a CPU only) or auto. auto uses the
@@ -233,7 +233,7 @@ class DrafterConfig:
 
 
 @dataclass
-class TextOptions:
+class SamplingOptions:
     """How the tokens of one sequence are sampled, and when generation stops. Logits are processed
     in the order of Hugging Face transformers: repetition penalty, temperature, top-k, top-p, min-p.
     Log-probabilities are computed from the target's unprocessed logits.
@@ -346,19 +346,19 @@ class EngineConfig:
     compile: bool | None = None
 
     @property
-    def tree(self) -> TreeMethod:
+    def tree_method(self) -> TreeMethod:
         """The tree method that decoding uses, as an entry of `TREE_METHODS`.
 
         This is the tree method with the name `method`. If n-grams are used and this method has an
         `ngram_variant`, the variant is used instead.
         """
         method = TREE_METHODS[self.method]
-        if method.ngram_variant and self.uses_ngram_file:
+        if method.ngram_variant and self.uses_ngrams:
             return TREE_METHODS[method.ngram_variant]
         return method
 
     @property
-    def uses_ngram_file(self) -> bool:
+    def uses_ngrams(self) -> bool:
         """Whether decoding uses n-grams, of a file or of the sequence itself."""
         return self.ngrams not in (None, NGRAMS_OPTION_NONE)
 
@@ -375,18 +375,18 @@ class EngineConfig:
             return self
         return replace(self, ngrams=str(ngram_file))
 
-    def describe_method(self, drafter: Any) -> str:
+    def get_method_name(self, drafter: Any) -> str:
         """Return the name of the tree method that is used with a drafter.
 
         For method=ddtree and a drafter with an n-gram file, for example, it is "ddtree+ngrams".
         """
         ngram_file = None if drafter is None else drafter.ngram_path
-        return self.with_drafter_ngrams(ngram_file).tree.name
+        return self.with_drafter_ngrams(ngram_file).tree_method.name
 
     @property
     def uses_drafter(self) -> bool:
         """Whether the tree method needs a drafter; `plain` does not."""
-        return self.tree.needs_drafter
+        return self.tree_method.needs_drafter
 
     def output_positions(self, tokens: int) -> int:
         """Return how many positions of the KV cache an output of `tokens` tokens needs."""
@@ -401,11 +401,14 @@ class EngineConfig:
         )
         if isinstance(self.budget, str) and self.budget != "auto":
             raise ValueError(f"budget={self.budget}: must be a number of nodes, or auto")
-        if self.tree.needs_ngrams and not self.uses_ngram_file:
+        if self.tree_method.needs_ngrams and not self.uses_ngrams:
             raise ValueError(
                 f"method={self.method} needs ngrams=<n-gram file>; ./launch.sh ngram creates one"
             )
-        if self.ngrams == NGRAMS_OPTION_CURRENT_SEQUENCE and not self.tree.uses_sequence_ngrams:
+        if (
+            self.ngrams == NGRAMS_OPTION_CURRENT_SEQUENCE
+            and not self.tree_method.uses_sequence_ngrams
+        ):
             raise ValueError(
                 f"ngrams={NGRAMS_OPTION_CURRENT_SEQUENCE} works with method=ddtree only, not with "
                 f"{self.method}"
@@ -415,7 +418,7 @@ class EngineConfig:
                 f"width={self.width} is larger than budget={self.budget}: with method=static, "
                 "budget must be at least width"
             )
-        if self.uses_ngram_file and not self.tree.needs_ngrams:
+        if self.uses_ngrams and not self.tree_method.needs_ngrams:
             methods = [
                 name for name, row in TREE_METHODS.items() if row.needs_ngrams or row.ngram_variant
             ]
@@ -423,8 +426,12 @@ class EngineConfig:
                 f"ngrams={self.ngrams} works with method={' or '.join(methods)} only, not with "
                 f"{self.method}"
             )
-        if self.budget == "auto" and self.uses_drafter and not self.tree.ranked:
-            methods = [name for name, row in TREE_METHODS.items() if row.ranked]
+        if (
+            self.budget == "auto"
+            and self.uses_drafter
+            and not self.tree_method.sorts_nodes_by_probability
+        ):
+            methods = [name for name, row in TREE_METHODS.items() if row.sorts_nodes_by_probability]
             raise ValueError(
                 f"budget=auto works with method={' or '.join(methods)} only, not with "
                 f"{self.method}: give budget as a number of nodes"
@@ -438,12 +445,12 @@ class EngineConfig:
 
 @append_inherited_help
 @dataclass
-class DecodeOptions(EngineConfig, TextOptions):
+class DecodeOptions(EngineConfig, SamplingOptions):
     """How sequences are decoded, and how the tokens of each are sampled."""
 
     def check(self) -> None:
         """Raise ValueError for invalid options."""
-        TextOptions.check(self)
+        SamplingOptions.check(self)
         EngineConfig.check(self)
 
 

@@ -30,11 +30,11 @@ class Command:
     options: str
     run: str
 
-    def options_class(self) -> type:
+    def import_options_class(self) -> type:
         """Import the option dataclass and return it."""
         return resolve_name(self.options)
 
-    def start(self, options: object) -> None:
+    def import_and_run(self, options: object) -> None:
         """Import the function that runs the command, and call it with the options."""
         resolve_name(self.run)(options)
 
@@ -120,7 +120,7 @@ def main(arguments: list[str] | None = None) -> None:
     if missing_package is not None:
         exit_with_error(missing_package)
     try:
-        options_class = command.options_class()
+        options_class = command.import_options_class()
     except ModuleNotFoundError as error:
         exit_for_missing_module(error)
     if name == "train":
@@ -128,7 +128,7 @@ def main(arguments: list[str] | None = None) -> None:
         # handlers, which can abort a finished process.
         resolve_name("train.main:main")(overrides)
         return
-    run_command(name, options_class, command.start, overrides)
+    run_command(name, options_class, command.import_and_run, overrides)
 
 
 def print_usage() -> None:

@@ -18,7 +18,7 @@ from train.config import TrainConfig
 
 def composed(name: str, overrides: list[str]):
     """Return the checked options of a command."""
-    return compose_options(name, COMMANDS[name].options_class(), overrides)
+    return compose_options(name, COMMANDS[name].import_options_class(), overrides)
 
 
 def group_choices(group: str) -> list[str]:
@@ -204,11 +204,11 @@ def test_the_recipe_of_dart():
 )
 def test_sizes_for_planning_match_the_models(bundle, millions):
     """Compared with the published parameter counts."""
-    from train.plan import StepShape, load_target_config
+    from train.plan import StepSizes, load_target_config
 
     target = OmegaConf.to_container(OmegaConf.load(CONFIG_FOLDER / "target" / f"{bundle}.yaml"))
     config = TrainConfig(target=TargetConfig(**target))
-    shape = StepShape(config, load_target_config(config))
+    shape = StepSizes(config, load_target_config(config))
     assert round(shape.target_parameters / 1e6) == millions
 
 

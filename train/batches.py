@@ -83,7 +83,7 @@ def load_packed_sequences(config: TrainConfig, target: Target) -> CountedDataset
     return prepare()
 
 
-def first_draw_index(
+def first_sequence_index(
     config: TrainConfig, step: int, micro_step: int, rank: int, world_size: int
 ) -> int:
     """Return the index of a micro-batch's first packed sequence, counted from the start of the run.
@@ -121,7 +121,7 @@ def draw_blocks(
     anchors, valid = draw_anchors(
         packed_batch["loss"], packed_batch["documents"], jitter, config.anchors_per_document
     )
-    ends_at_gap = DIVERGENCE_TABLE[config.objective.divergence].ends_at_gap
+    ends_at_gap = DIVERGENCE_TABLE[config.objective.divergence].truncate_at_unsupervised
     return build_blocks(packed_batch, anchors, valid, config.drafter.block_size, ends_at_gap)
 
 
@@ -162,7 +162,7 @@ class BatchPrefetcher:
 
         micro_batches = []
         for micro_step in range(micro_steps):
-            first_index = first_draw_index(self.config, step, micro_step, rank, world_size)
+            first_index = first_sequence_index(self.config, step, micro_step, rank, world_size)
             packed_batch = read_batch(self.dataset, first_index, micro_batch_size, self.config.seed)
             blocks = draw_blocks(packed_batch, self.config, first_index)
             chunk_plan = plan_chunks(

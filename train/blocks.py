@@ -106,7 +106,7 @@ def draw_anchors(
 def _draw_ranks_by_document(
     candidates: torch.Tensor,
     documents: torch.Tensor,
-    slot_offsets: torch.Tensor,
+    jittered_slots: torch.Tensor,
     max_per_document: int,
 ) -> torch.Tensor:
     """Draw a candidate (a token at which a training block may start) for each slot, at most
@@ -114,7 +114,7 @@ def _draw_ranks_by_document(
 
     candidates: (B, num_tokens) bool, whether the token is a candidate.
     documents: (B, num_tokens) document numbers, -1 for padding.
-    slot_offsets: (B, num_slots) slot number plus a random number in [0, 1).
+    jittered_slots: (B, num_slots) slot number plus a random number in [0, 1).
 
     Returns the rank of each slot's candidate among the candidates of its sequence, (B, num_slots).
     A slot that stays empty gets the number of candidates instead of a rank.
@@ -129,8 +129,8 @@ def _draw_ranks_by_document(
     density = (max_per_document / document_sizes.clamp(min=1)).clamp(max=1).double() * candidates
     cumulative_density = density.cumsum(1)  # (B, T)
     num_anchors = cumulative_density[:, -1:].round()  # (B, 1)
-    stride = (num_anchors / slot_offsets.shape[1]).clamp(min=1)
-    targets = slot_offsets * stride
+    stride = (num_anchors / jittered_slots.shape[1]).clamp(min=1)
+    targets = jittered_slots * stride
     # (B, num_slots)
     positions = torch.searchsorted(cumulative_density, targets.double(), side="right")
 
@@ -144,14 +144,15 @@ def build_blocks(
     anchors: torch.Tensor,
     valid: torch.Tensor,
     block_size: int,
-    ends_at_gap: bool = False,
+    truncate_at_unsupervised: bool = False,
 ) -> Blocks:
     """Return the training blocks that start at given positions (anchors) of packed sequences.
 
     batch: the columns ids, documents and loss of the packed sequences, (B, num_tokens) each.
     anchors, valid: (B, num_slots), the result of `draw_anchors`.
     block_size: number of tokens of a block: the anchor's token and the labels after it.
-    ends_at_gap: whether labels after a block's first label without loss have no loss either.
+    truncate_at_unsupervised: whether labels after a block's first label without loss have no loss
+        either.
 
     Labels beyond the end of the anchor's document have no loss.
     """
@@ -170,7 +171,7 @@ def build_blocks(
     same_document = gather_tokens(documents, clamped_positions) == anchor_documents
     has_loss = gather_tokens(loss, clamped_positions)
     supervised = valid[..., None] & (positions < length) & same_document & has_loss
-    if ends_at_gap:
+    if truncate_at_unsupervised:
         supervised = supervised.long().cumprod(-1).bool()
 
     batch_row = torch.arange(batch_size, device=ids.device).view(-1, 1, 1)

@@ -30,7 +30,7 @@ class TeacherChunk(NamedTuple):
     likeliest_tokens: torch.Tensor  # (num_distributions,) token ids
 
 
-def prepare_teacher(
+def prepare_teacher_distributions(
     logits: torch.Tensor, divergence: Divergence, needs_overlap: bool
 ) -> TeacherChunk:
     """Convert the target's logits to the form that `compare_rows` needs for a divergence:
@@ -70,7 +70,7 @@ def _count_slice_rows(logits: torch.Tensor) -> int:
     return max(1, len(logits))
 
 
-class ComparedRows(NamedTuple):
+class RowComparison(NamedTuple):
     """The results of a comparison of the drafter with the target at some drafted positions. Each
     tensor has one entry per position."""
 
@@ -86,38 +86,38 @@ def compare_rows(
     divergence: Divergence,
     teacher: TeacherChunk,
     teacher_indices: torch.Tensor,
-    student: torch.Tensor,
+    student_logits: torch.Tensor,
     labels: torch.Tensor,
     excluded: torch.Tensor | None,
     needs_overlap: bool,
-) -> ComparedRows:
+) -> RowComparison:
     """Compare the drafter's distributions with the target's at the rows (drafted positions) of a
     chunk.
 
     teacher_indices: (num_rows,) for each row, the index of the target's distribution in `teacher`.
-    student: (num_rows, vocab_size) the drafter's logits. They are overwritten by the gradients of
-        the divergences with respect to the logits.
+    student_logits: (num_rows, vocab_size) the drafter's logits. They are overwritten by the
+        gradients of the divergences with respect to the logits.
     labels: (num_rows,) the true tokens.
     excluded: (num_rows, vocab_size) bool, tokens that get the probability 0 in both distributions.
         None excludes no token.
     needs_overlap: whether to compute the overlap of the two distributions.
     """
-    slice_rows = _count_slice_rows(student)
+    slice_rows = _count_slice_rows(student_logits)
     comparisons = []
-    for start in range(0, len(student), slice_rows):
+    for start in range(0, len(student_logits), slice_rows):
         rows = slice(start, start + slice_rows)
         comparison = _compare_slice(
             divergence,
             teacher,
             teacher_indices[rows],
-            student[rows],
+            student_logits[rows],
             labels[rows],
             None if excluded is None else excluded[rows],
             needs_overlap,
         )
         comparisons.append(comparison)
     fields = zip(*comparisons, strict=True)
-    return ComparedRows._make(None if field[0] is None else torch.cat(field) for field in fields)
+    return RowComparison._make(None if field[0] is None else torch.cat(field) for field in fields)
 
 
 def _compare_slice(
@@ -128,7 +128,7 @@ def _compare_slice(
     labels: torch.Tensor,
     excluded: torch.Tensor | None,
     needs_overlap: bool,
-) -> ComparedRows:
+) -> RowComparison:
     """Compare the drafter's distributions with the target's at some of the rows. The arguments are
     those of `compare_rows`, for these rows."""
     if excluded is not None:
@@ -171,7 +171,7 @@ def _compare_slice(
     divergences, delta = divergence.value_and_gradient(chunk)
     if delta.data_ptr() != student.data_ptr():
         student.copy_(delta)
-    return ComparedRows(divergences, agrees[:, 0], label_log_probs, overlap)
+    return RowComparison(divergences, agrees[:, 0], label_log_probs, overlap)
 
 
 def _compare_by_autograd(
@@ -182,7 +182,7 @@ def _compare_by_autograd(
     excluded: torch.Tensor | None,
     needs_overlap: bool,
     agrees: torch.Tensor,
-) -> ComparedRows:
+) -> RowComparison:
     """Compute the divergences by the formula of `divergence`, and their gradients by autograd.
 
     teacher_logits: (num_rows, vocab_size) the target's logits; overwritten.
@@ -204,4 +204,4 @@ def _compare_by_autograd(
     if needs_overlap:
         overlap = log_p.exp().minimum(log_q.exp()).sum(-1)
     label_log_probs = log_q.gather(1, labels[:, None])[:, 0]
-    return ComparedRows(divergences.detach(), agrees, label_log_probs, overlap)
+    return RowComparison(divergences.detach(), agrees, label_log_probs, overlap)

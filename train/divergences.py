@@ -63,7 +63,7 @@ class Divergence:
     # whether `value_and_gradient` reads `DivergenceChunk.expected_log_q`
     needs_expected_log_q: bool = False
     # whether all positions of a block after its first label without loss have no loss either
-    ends_at_gap: bool = False
+    truncate_at_unsupervised: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Weighting:
     # block. Arguments: the drafter's probability of each label, and whether each position has a
     # loss (bool). Both arguments and the returned factors have the shape (num_blocks, num_drafted).
     # None means that there is no further factor.
-    block_factor: "Callable[[Tensor, Tensor], Tensor] | None" = None
+    drafter_dependent_factor: "Callable[[Tensor, Tensor], Tensor] | None" = None
 
 
 def kl(log_p: "Tensor", log_q: "Tensor", labels: "Tensor") -> "Tensor":
@@ -208,7 +208,9 @@ DIVERGENCE_TABLE = {
         kl_total_variation_mix, kl_total_variation_mix_with_gradient, needs_expected_log_q=True
     ),
     # Like DeepSpec and SpecForge, a block ends at its first label without loss.
-    "ce_l1": Divergence(cross_entropy_l1_mix, cross_entropy_l1_mix_with_gradient, ends_at_gap=True),
+    "ce_l1": Divergence(
+        cross_entropy_l1_mix, cross_entropy_l1_mix_with_gradient, truncate_at_unsupervised=True
+    ),
 }
 
 # Keys are the values of the option objective.position_weights.

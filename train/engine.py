@@ -16,7 +16,7 @@ from torch import nn
 from infer.drafters.base import Drafter
 from infer.targets.loading import resolve_dtype
 from train.config import TrainConfig
-from train.optim import has_fast_bfloat16, make_optimizer
+from train.optim import has_amx_bfloat16, make_optimizer
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -27,7 +27,7 @@ def compute_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
     and the optimiser's moments are always float32."""
     name = config.optim.precision
     if name == "auto":
-        has_bfloat16 = device.type == "cuda" or has_fast_bfloat16()
+        has_bfloat16 = device.type == "cuda" or has_amx_bfloat16()
         name = "bfloat16" if has_bfloat16 else "float32"
     return getattr(torch, name)
 

@@ -122,7 +122,7 @@ def feature_dependencies(
     return cast(dict, redact(dependencies))
 
 
-def count_stored_bytes(length: int, num_layers: int, hidden_size: int, store: str) -> int:
+def count_stored_bytes(length: int, num_layers: int, hidden_size: int, store_dtype: str) -> int:
     """Return how many bytes a packed sequence of `length` tokens needs in the stored features.
 
     num_layers: number of target layers whose hidden states are stored, besides the last hidden
@@ -131,7 +131,7 @@ def count_stored_bytes(length: int, num_layers: int, hidden_size: int, store: st
     vector_bytes = {
         "bfloat16": 2 * hidden_size,
         "int8": hidden_size + BYTES_PER_FEATURE_VECTOR_SCALE,
-    }[store]
+    }[store_dtype]
     return length * ((num_layers + 1) * vector_bytes + STORED_INPUT_COLUMN_BYTES_PER_TOKEN)
 
 
@@ -231,7 +231,7 @@ def compute_stored_row(
     documents = row["documents"][None].to(target.device)
     features = target.compute_packed_features(ids, positions, documents, layers)
     # (num_tokens, num_layers, hidden_size)
-    context = features.context[0].unflatten(-1, (len(layers), -1))
+    context = features.layer_features[0].unflatten(-1, (len(layers), -1))
 
     stored = {
         name: row[name].to(dtype) for name, dtype in STORED_FEATURE_INPUT_COLUMN_DTYPES.items()

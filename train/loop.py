@@ -66,16 +66,16 @@ def run_steps(run: RunState) -> Path:
     and return its folder."""
     config = run.config
     schedule = run.schedule
-    log = RunLog(config, run.folder, schedule.step, schedule.estimated_steps)
+    log = RunLog(config, run.folder, schedule.completed_steps, schedule.estimated_steps)
     for line in run.notes:
         log.print_line(line)
     evaluate_interrupted_checkpoint(run, log)
 
     # Until now, Ctrl-C ended the process at once. From here on, it stops the run after a step.
     stop_flag = install_signal_handlers()
-    steps = count(schedule.step)
+    steps = count(schedule.completed_steps)
     if config.optim.max_minutes is None:
-        steps = range(schedule.step, schedule.estimated_steps)
+        steps = range(schedule.completed_steps, schedule.estimated_steps)
     prefetcher = BatchPrefetcher(run.dataset, config, steps, pinned=run.device.type == "cuda")
     saved_at = time.perf_counter()
     skipped_steps = 0
@@ -123,7 +123,7 @@ def run_steps(run: RunState) -> Path:
 def evaluate_interrupted_checkpoint(run: RunState, log: RunLog) -> None:
     """When a run is resumed, evaluate its newest checkpoint if the run was stopped before this
     evaluation was finished."""
-    folder = checkpoint_folder(run.folder, run.schedule.step)
+    folder = checkpoint_folder(run.folder, run.schedule.completed_steps)
     if folder.exists() and not (folder / "evaluation/evaluation.json").exists():
         evaluate_newest_checkpoint(run, log)
 
@@ -135,7 +135,7 @@ def run_step(run: RunState, prefetcher: BatchPrefetcher, log: RunLog) -> dict:
     """
     config = run.config
     schedule = run.schedule
-    step = schedule.step + 1
+    step = schedule.completed_steps + 1
     use_processor_time = run.device.type == "cpu" and config.optim.clock == "processor"
     schedule_clock = time.thread_time if use_processor_time else time.perf_counter
     start_time = time.perf_counter()
@@ -205,7 +205,7 @@ def save_run(run: RunState, is_checkpoint: bool) -> Path:
     is_checkpoint: whether to save a checkpoint: the drafter and the training state. Otherwise only
     the training state is saved, from which the run can be resumed.
     """
-    step = run.schedule.step
+    step = run.schedule.completed_steps
     HEARTBEAT.set_activity(f"training: step {step}, saving")
     if is_checkpoint:
         return save_checkpoint(run.folder, step, run.drafter, run.engine, run.decoding_dtype)
@@ -217,7 +217,7 @@ def evaluate_newest_checkpoint(run: RunState, log: RunLog) -> None:
     After the run's last step, also evaluate the best checkpoint."""
     if not run.config.evaluation.prompts:
         return
-    step = run.schedule.step
+    step = run.schedule.completed_steps
     is_last = run.schedule.is_finished
     HEARTBEAT.set_activity(f"evaluating step {step}")
     evaluate_checkpoint(run, checkpoint_folder(run.folder, step), log, is_last)
@@ -233,8 +233,8 @@ def finish_run(run: RunState, log: RunLog) -> None:
         skipped_steps = sum(line["grad_norm"] is None for line in read_step_metrics(run.folder))
     if skipped_steps:
         log.print_line(
-            f"{skipped_steps} of {run.schedule.step} steps were skipped, because their loss or "
-            "gradient was not finite"
+            f"{skipped_steps} of {run.schedule.completed_steps} steps were skipped, because their "
+            "loss or gradient was not finite"
         )
     run_on_first_process(lambda: finish_report(run.folder, log))
     dist.barrier()

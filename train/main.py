@@ -34,7 +34,7 @@ def train_in_hydra_folder(config: TrainConfig) -> None:
 
 
 @contextmanager
-def leave_process() -> Generator[None]:
+def exit_without_handlers() -> Generator[None]:
     """End the process at the end of the `with` block, without running Python's exit handlers.
 
     Python's exit handlers can do harm. The communication library gloo sometimes aborts a process
@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> None:
     arguments: overrides of options, for example "seed=1". None means the arguments of the command
     line.
     """
-    with leave_process():
+    with exit_without_handlers():
         run_command("train", TrainConfig, train_in_hydra_folder, arguments)
 
 

@@ -26,7 +26,7 @@ import torch
 
 from infer.targets.support import IDENTITY_LOGIT_SCALE, LogitScale
 from train.chunk_plan import ChunkBounds, ChunkPlan, plan_chunks
-from train.comparison import compare_rows, prepare_teacher
+from train.comparison import compare_rows, prepare_teacher_distributions
 from train.config import ObjectiveConfig
 from train.divergences import DIVERGENCE_TABLE, POSITION_WEIGHTINGS_BY_NAME
 
@@ -79,9 +79,11 @@ class DivergenceInputs:
     # (num_blocks, num_drafted) weights of the drafted positions: the result of `position_weights`,
     # and 0 at positions without loss
     weights: torch.Tensor
-    head: torch.Tensor  # (vocab_size, hidden_size) weight of the target's language model head
+    target_head: (
+        torch.Tensor
+    )  # (vocab_size, hidden_size) weight of the target's language model head
     config: ObjectiveConfig
-    scale: LogitScale = IDENTITY_LOGIT_SCALE  # applied to the logits of target and drafter
+    logit_scale: LogitScale = IDENTITY_LOGIT_SCALE  # applied to the logits of target and drafter
     # With a conditional head, target and drafter are compared only on the `top_k` likeliest tokens
     # of the drafter's logits before the head's correction, and on the true token. 0 means no limit.
     top_k: int = 0
@@ -109,10 +111,10 @@ def compute_divergence(
     all drafted positions.
 
     hidden: (num_blocks * num_drafted, hidden_size) the drafter's hidden states, in the dtype of
-        `inputs.teacher_hidden` and `inputs.head`.
+        `inputs.teacher_hidden` and `inputs.target_head`.
     drafter_head: (vocab_size, hidden_size) float32, weight of the drafter's own language model
         head. None means that the drafter uses the target's head.
-    correction: what a conditional head adds to the drafter's logits, after `inputs.scale` is
+    correction: what a conditional head adds to the drafter's logits, after `inputs.logit_scale` is
         applied. None without such a head.
 
     `inputs.config` selects the divergence and the position weights. If `marginal_weight` is not 0,
@@ -124,7 +126,7 @@ def compute_divergence(
         chunk_plan = plan_chunks(inputs.teacher_rows, inputs.weights, inputs.config.chunk_rows)
     inputs = replace(inputs, labels=inputs.labels.flatten(), chunk_plan=chunk_plan)
     if drafter_head is None:
-        drafter_head = inputs.head
+        drafter_head = inputs.target_head
     vectors = out = None
     if correction is not None:
         vectors, out = correction
@@ -140,7 +142,9 @@ class _DivergenceFunction(torch.autograd.Function):
         needs_gradient = ctx.needs_input_grad[:4]
         needs_matrix_gradient = needs_gradient[1] or needs_gradient[3]
         weights = inputs.weights
-        block_factor = POSITION_WEIGHTINGS_BY_NAME[inputs.config.position_weights].block_factor
+        block_factor = POSITION_WEIGHTINGS_BY_NAME[
+            inputs.config.position_weights
+        ].drafter_dependent_factor
 
         # argument and result: (num_blocks, num_drafted)
         def compute_row_weights(label_probs: torch.Tensor) -> torch.Tensor:
@@ -254,8 +258,8 @@ class _ChunkedPass:
         for bounds in self.plan.chunks:
             max_rows = max(max_rows, bounds.row_end - bounds.row_start)
             max_teacher_rows = max(max_teacher_rows, bounds.teacher_end - bounds.teacher_start)
-        device = inputs.head.device
-        vocabulary = len(inputs.head)
+        device = inputs.target_head.device
+        vocabulary = len(inputs.target_head)
         self.student_buffer = torch.empty(max_rows, vocabulary, dtype=dtype, device=device)
         self.teacher_buffer = torch.empty(max_teacher_rows, vocabulary, dtype=dtype, device=device)
         for bounds in self.plan.chunks:
@@ -274,14 +278,19 @@ class _ChunkedPass:
         excluded = unary_delta = None
 
         student = _compute_logits(
-            drafted.hidden[rows], drafted.head, inputs.scale, self.student_buffer
+            drafted.hidden[rows], drafted.head, inputs.logit_scale, self.student_buffer
         )  # (num_rows, vocab_size)
-        scale_slope = inputs.scale.derivative(student)
+        scale_slope = inputs.logit_scale.derivative(student)
         teacher_rows = self.plan.teacher_rows[bounds.teacher_start : bounds.teacher_end]
         teacher_logits = _compute_logits(
-            inputs.teacher_hidden[teacher_rows], inputs.head, inputs.scale, self.teacher_buffer
+            inputs.teacher_hidden[teacher_rows],
+            inputs.target_head,
+            inputs.logit_scale,
+            self.teacher_buffer,
         )
-        teacher = prepare_teacher(teacher_logits, self.divergence, inputs.needs_overlap)
+        teacher = prepare_teacher_distributions(
+            teacher_logits, self.divergence, inputs.needs_overlap
+        )
 
         if drafted.vectors is not None:
             assert drafted.out is not None
@@ -320,20 +329,20 @@ class _ChunkedPass:
     def add_gradients(
         self,
         rows: torch.Tensor,
-        delta: torch.Tensor,
-        unary_delta: torch.Tensor | None,
-        scale_slope: torch.Tensor | float | None,
+        logit_gradient: torch.Tensor,
+        marginal_logit_gradient: torch.Tensor | None,
+        logit_scale_derivative: torch.Tensor | float | None,
     ) -> None:
         """Add the contribution of a chunk's rows (drafted positions) to the gradients.
 
         rows: (num_rows,) int64 indices of the chunk's rows.
-        delta: (num_rows, vocab_size) gradient of the divergences with respect to the corrected
-            logits; overwritten.
-        unary_delta: (num_rows, vocab_size) gradient of the loss term with the weight
+        logit_gradient: (num_rows, vocab_size) gradient of the divergences with respect to the
+            corrected logits; overwritten.
+        marginal_logit_gradient: (num_rows, vocab_size) gradient of the loss term with the weight
             `marginal_weight`, with respect to the logits before the conditional head's correction.
             None without this term.
-        scale_slope: derivative of the scaled logits with respect to the outputs of the language
-            model head. None if the derivative is 1.
+        logit_scale_derivative: derivative of the scaled logits with respect to the outputs of the
+            language model head. None if the derivative is 1.
         """
         gradients = self.gradients
         drafted = self.drafted
@@ -343,26 +352,27 @@ class _ChunkedPass:
             weights = self.row_weights.flatten()[rows, None].to(dtype)  # (num_rows, 1)
 
         # The conditional head's correction is added after the scaling of the logits. The gradients
-        # of `vectors` and `out` therefore do not contain `scale_slope`.
+        # of `vectors` and `out` therefore do not contain `logit_scale_derivative`.
         if gradients.vectors is not None:
             assert drafted.out is not None
-            vector_gradient = delta.to(drafted.out.dtype) @ drafted.out
+            vector_gradient = logit_gradient.to(drafted.out.dtype) @ drafted.out
             gradients.vectors[rows] = vector_gradient.to(gradients.vectors.dtype)
         if gradients.out is not None:
             assert drafted.vectors is not None
             assert weights is not None
-            gradients.out.addmm_(delta.T, drafted.vectors[rows].to(dtype) * weights)
+            gradients.out.addmm_(logit_gradient.T, drafted.vectors[rows].to(dtype) * weights)
 
-        # The next lines turn `delta` into the gradient with respect to the unscaled logits.
-        if unary_delta is not None:
-            delta.add_(unary_delta)
-        if scale_slope is not None:
-            delta.mul_(scale_slope)
+        # The next lines turn `logit_gradient` into the gradient with respect to the unscaled
+        # logits.
+        if marginal_logit_gradient is not None:
+            logit_gradient.add_(marginal_logit_gradient)
+        if logit_scale_derivative is not None:
+            logit_gradient.mul_(logit_scale_derivative)
         if gradients.hidden is not None:
-            gradients.hidden[rows] = delta.to(self.inputs.head.dtype) @ drafted.head
+            gradients.hidden[rows] = logit_gradient.to(self.inputs.target_head.dtype) @ drafted.head
         if gradients.head is not None:
             assert weights is not None
-            gradients.head.addmm_(delta.T, drafted.hidden[rows].to(dtype) * weights)
+            gradients.head.addmm_(logit_gradient.T, drafted.hidden[rows].to(dtype) * weights)
 
 
 def _compute_logits(

@@ -13,7 +13,7 @@ from train.config import OptimConfig
 
 # With optim.name=muon, AdamW trains the matrices whose names end with one of these strings. Such a
 # matrix is a table with one vector per token or per layer.
-ADAMW_TOKEN_TABLE_NAMES = (
+ADAMW_MATRIX_NAME_SUFFIXES = (
     "embed_tokens.weight",
     "lm_head.weight",
     "layer_fusion_weights",
@@ -21,7 +21,7 @@ ADAMW_TOKEN_TABLE_NAMES = (
 )
 
 
-def has_fast_bfloat16() -> bool:
+def has_amx_bfloat16() -> bool:
     """Return whether this CPU has AMX, Intel's instructions that multiply bfloat16 matrices.
 
     False for a CPU that has only the bfloat16 instructions of AVX-512. With these, a training step
@@ -99,7 +99,7 @@ class MuonAdamW(torch.optim.Optimizer):
         weight_decay: float,
     ) -> None:
         muon_class = torch.optim.Muon
-        use_bfloat16 = config.precision != "float32" and has_fast_bfloat16()
+        use_bfloat16 = config.precision != "float32" and has_amx_bfloat16()
         if matrices and not matrices[0].is_cuda and not use_bfloat16:
             muon_class = GradientDtypeMuon
         make_muon = partial(
@@ -145,7 +145,7 @@ def make_optimizer(
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        if parameter.ndim == 2 and not name.endswith(ADAMW_TOKEN_TABLE_NAMES):
+        if parameter.ndim == 2 and not name.endswith(ADAMW_MATRIX_NAME_SUFFIXES):
             matrices.append(parameter)
         else:
             others.append(parameter)

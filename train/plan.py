@@ -30,9 +30,9 @@ from train.run.folder import collect_token_ids
 from train.run.initial import format_mask_token, resolve_drafter_options
 from train.step_memory import (
     FLOAT32_BYTES,
-    StepShape,
+    StepSizes,
     available_device_memory,
-    choose_recompute,
+    choose_gradient_checkpointing,
     estimate_step_memory,
     format_bytes,
 )
@@ -80,7 +80,7 @@ class RunEstimate:
 
     # the run's configuration, in which `gradient_checkpointing` is True or False, not None
     config: TrainConfig
-    shape: StepShape  # the sizes of target, drafter and a micro-batch
+    shape: StepSizes  # the sizes of target, drafter and a micro-batch
     world_size: int  # number of processes
     device: torch.device
     # bytes of memory that one process may use; None if the device is not on this machine
@@ -88,7 +88,9 @@ class RunEstimate:
     # Result of `estimate_step_memory`. Keys are parts of the memory, for example "gradients";
     # values are their bytes.
     memory: dict[str, float]
-    memory_line: str  # a line about the memory to print for the user, from `choose_recompute`
+    memory_line: (
+        str  # a line about the memory to print for the user, from `choose_gradient_checkpointing`
+    )
 
 
 def estimate_run(config: TrainConfig, hf_config: "PretrainedConfig") -> RunEstimate:
@@ -108,10 +110,10 @@ def estimate_run(config: TrainConfig, hf_config: "PretrainedConfig") -> RunEstim
         device_bytes = available_device_memory(device, world_size)
 
     micro_batch_size, _ = split_batch(config, world_size)
-    shape = StepShape(config, hf_config, micro_batch_size)
+    shape = StepSizes(config, hf_config, micro_batch_size)
     target_itemsize = target_dtype(config, device).itemsize
     drafter_itemsize = compute_dtype(config, device).itemsize
-    config, memory_line = choose_recompute(
+    config, memory_line = choose_gradient_checkpointing(
         config, shape, world_size, target_itemsize, drafter_itemsize, cuda, device_bytes
     )
     memory = estimate_step_memory(
@@ -229,7 +231,7 @@ def print_plan(config: TrainConfig) -> None:
     print_sizes(config, estimate, mask_token)
     print_memory(estimate)
     feature_bytes = count_stored_bytes(
-        1, estimate.shape.feature_layers, estimate.shape.hidden_size, "bfloat16"
+        1, estimate.shape.num_feature_layers, estimate.shape.hidden_size, "bfloat16"
     )
     data_text = f"{format_bytes(1e6 * feature_bytes)} of stored features per million tokens"
     if prepared is not None and prepared.dataset is not None:
@@ -246,9 +248,9 @@ def print_sizes(config: TrainConfig, estimate: RunEstimate, mask_token: str) -> 
     processes = "process" if estimate.world_size == 1 else "processes"
     print(
         f"target     {config.target.path}: {shape.target_parameters / 1e6:,.1f} million "
-        f"parameters, {shape.target_layers} layers, hidden size {shape.hidden_size}, vocabulary "
-        f"size {shape.vocabulary:,}\n"
-        f"drafter    {config.drafter.family}, {shape.drafter_layers} layers, block size "
+        f"parameters, {shape.num_target_layers} layers, hidden size {shape.hidden_size}, "
+        f"vocabulary size {shape.vocabulary:,}\n"
+        f"drafter    {config.drafter.family}, {shape.num_drafter_layers} layers, block size "
         f"{shape.block_size}: {shape.drafter_parameters / 1e6:,.1f} million parameters"
         f"{mask_token}\n"
         f"step       {config.optim.batch_size} packed sequences of {shape.length:,} tokens, "

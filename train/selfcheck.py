@@ -25,7 +25,7 @@ from infer.drafters.heads.base import HeadOutput
 from infer.drafters.heads.draft import teacher_force_head
 from infer.targets.target import Features, Target
 from infer.utils.errors import RunAborted
-from train.batches import draw_blocks, first_draw_index
+from train.batches import draw_blocks, first_sequence_index
 from train.blocks import Blocks
 from train.comparison import LOGIT_OF_NON_CANDIDATE_TOKENS
 from train.config import TrainConfig
@@ -69,7 +69,7 @@ class TrainingLossCheck:
     ) -> None:
         world_size = dist.get_world_size()
         micro_batch_size, _ = split_batch(config, world_size)
-        first_index = first_draw_index(config, 0, 0, dist.get_rank(), world_size)
+        first_index = first_sequence_index(config, 0, 0, dist.get_rank(), world_size)
         columns = read_batch(dataset, first_index, micro_batch_size, config.seed)
         self.batch = {name: column.to(target.device) for name, column in columns.items()}
         self.blocks = draw_blocks(self.batch, config, first_index)
@@ -86,7 +86,7 @@ class TrainingLossCheck:
         for i in range(TRAINING_SELF_CHECK_BLOCK_COUNT):
             index = i * (len(valid_slots) - 1) // (TRAINING_SELF_CHECK_BLOCK_COUNT - 1)
             self.checked_slots.append(valid_slots[index])
-        plain = _PlainComputation(drafter, target, config, self.batch, self.blocks)
+        plain = _ReferenceLoss(drafter, target, config, self.batch, self.blocks)
         expected = [plain.compute_block(row, slot) for row, slot in self.checked_slots]
         self.expected = torch.stack(expected)  # (number of checked blocks, num_drafted)
 
@@ -128,7 +128,7 @@ class TrainingLossCheck:
 
 
 @dataclass(frozen=True)
-class _PlainComputation:
+class _ReferenceLoss:
     """A slow computation of the training loss of single blocks, as the reference for the training
     step."""
 
@@ -169,7 +169,7 @@ class _PlainComputation:
         anchors = torch.tensor([[anchor]], device=target.device)
         inputs = drafter.prepare_inputs(target, ids, positions, anchors)
         # (num_queries, hidden_size)
-        states = drafter(features.context.to(dtype), positions, *inputs, *masks)[0]
+        states = drafter(features.layer_features.to(dtype), positions, *inputs, *masks)[0]
         supervised = self.blocks.supervised[row, slot].tolist()
         return self.compute_divergences(
             states.to(target.dtype), features, ids[0], anchor, supervised
@@ -297,21 +297,21 @@ class _PlainComputation:
 
 
 def build_block_mask(
-    block_start: int, length: int, width: int, causal: bool, window: int | None
+    block_start: int, length: int, num_queries: int, causal: bool, window: int | None
 ) -> torch.Tensor:
     """Return the attention mask of one block, (1, 1, width, length + width) bool: which of the
     document's positions and of the block's own positions each query of the block sees.
 
     block_start: position of the block's first query in the document.
     length: number of tokens of the document.
-    width: number of queries of the block.
+    num_queries: number of queries of the block.
     causal: whether a query sees, within the block, only itself and earlier positions.
     window: size of the sliding window, None for no window.
     """
-    block_positions = block_start + torch.arange(width)
+    block_positions = block_start + torch.arange(num_queries)
     context_positions = torch.arange(length)
-    sees_context = (context_positions < block_start).expand(width, -1)
-    sees_block = torch.ones(width, width, dtype=torch.bool)
+    sees_context = (context_positions < block_start).expand(num_queries, -1)
+    sees_block = torch.ones(num_queries, num_queries, dtype=torch.bool)
     if causal:
         sees_block = sees_block.tril()
     mask = torch.cat([sees_context, sees_block], 1)  # (width, length + width)

@@ -41,7 +41,7 @@ from train.run.log import StepMetrics
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
-    from infer.drafters.heads.base import Head
+    from infer.drafters.heads.base import ConditionalHead
     from infer.drafters.heads.draft import teacher_force_head
 
 
@@ -167,7 +167,7 @@ def compute_drafter_states(
     of positions of a block in the drafter.
     """
     states = compute_packed_block_states(
-        drafter, target, batch, blocks.anchors, features.context, forward or drafter
+        drafter, target, batch, blocks.anchors, features.layer_features, forward or drafter
     )  # (B, blocks per sequence, num_queries, hidden_size)
     return states.flatten(0, 1).to(target.dtype)
 
@@ -217,9 +217,9 @@ def compute_loss_from_states(
         teacher_rows=blocks.teacher_rows.flatten(0, 1),
         labels=labels,
         weights=divergence_weights,
-        head=get_target_head_weight(drafter, target),
+        target_head=get_target_head_weight(drafter, target),
         config=config.objective,
-        scale=target.logit_scale,
+        logit_scale=target.logit_scale,
         top_k=0 if head is None else head.top_k,
         needs_overlap=confidence_head is not None,
         chunk_plan=chunk_plan,
@@ -249,7 +249,7 @@ def compute_confidence_loss(
 
 
 def build_correction(
-    head: "Head", conditioned: "HeadOutput", dtype: torch.dtype
+    head: "ConditionalHead", conditioned: "HeadOutput", dtype: torch.dtype
 ) -> LogitCorrection | None:
     """Return what the conditional head adds to the logits of all blocks, or None for a head that
     adds nothing to the logits.

@@ -10,7 +10,7 @@ import torch
 from infer.attention.masks import QUERIES_PER_MASK_CHUNK
 from infer.drafters.build import create_drafter
 from infer.drafters.heads.base import get_draft_vocab_size
-from infer.targets.support import get_head_size, get_mlp_size, get_num_key_heads
+from infer.targets.support import choose_drafter_mlp_size, get_head_size, get_num_key_heads
 from train.config import TrainConfig
 from train.engine import uses_torch_compile
 
@@ -24,7 +24,7 @@ MAX_MEMORY_SHARE = 0.9  # A step fits if its estimate is below this fraction of 
 FLOAT32_BYTES = 4
 
 
-class StepShape:
+class StepSizes:
     """The sizes that determine the memory of a training step: those of the target, of the drafter,
     and of a micro-batch.
 
@@ -51,17 +51,17 @@ class StepShape:
         self.mean_visible_context = window - window**2 / (2 * self.length)
         self.context_tokens = batch_size * self.length  # number of tokens in a micro-batch
         # number of the drafter's attention queries in all blocks of a micro-batch
-        self.queries = num_blocks * drafter.num_queries
+        self.num_queries = num_blocks * drafter.num_queries
         # number of drafted positions in all blocks of a micro-batch
         self.drafted_positions = num_blocks * (self.block_size - 1)
         self.chunk_rows = min(config.objective.chunk_rows, self.drafted_positions)
 
-        self.drafter_layers = config.drafter.layers
+        self.num_drafter_layers = config.drafter.layers
         self.drafter_parameters = sum(parameter.numel() for parameter in drafter.parameters())
         # number of tokens of the drafter's vocabulary
         self.draft_vocabulary = get_draft_vocab_size(drafter.config)
         # number of target layers whose hidden states the drafter reads
-        self.feature_layers = len(drafter.layer_ids)
+        self.num_feature_layers = len(drafter.layer_ids)
         # input features of the drafter's query, key and value projections
         self.projection_inputs = next(
             weight.shape[1]
@@ -71,12 +71,12 @@ class StepShape:
 
         self.hidden_size = text_config.hidden_size
         self.vocabulary = text_config.vocab_size
-        self.intermediate_size = get_mlp_size(text_config)
+        self.intermediate_size = choose_drafter_mlp_size(text_config)
         # number of attention heads * head size
         self.query_size = text_config.num_attention_heads * get_head_size(text_config)
         # number of key-value heads * head size
         self.key_value_size = get_num_key_heads(text_config) * get_head_size(text_config)
-        self.target_layers = text_config.num_hidden_layers
+        self.num_target_layers = text_config.num_hidden_layers
         self.target_parameters = sum(parameter.numel() for parameter in model.parameters())
         # Count the parameters of the target's embedding and head, which can be the same tensor.
         table_parameters = {}
@@ -87,7 +87,7 @@ class StepShape:
 
 
 def estimate_step_memory(
-    shape: StepShape,
+    shape: StepSizes,
     config: TrainConfig,
     world_size: int,
     target_itemsize: int,
@@ -113,10 +113,12 @@ def estimate_step_memory(
         drafter += 2 * parameters  # the bfloat16 copy of the weights that autocast creates
 
     features = target_itemsize * shape.context_tokens * shape.hidden_size
-    features *= shape.feature_layers + 1
+    features *= shape.num_feature_layers + 1
     # The drafter reads the target's hidden states in float32; other dtypes are copied to float32.
     if target_itemsize != FLOAT32_BYTES:
-        features += FLOAT32_BYTES * shape.context_tokens * shape.feature_layers * shape.hidden_size
+        features += (
+            FLOAT32_BYTES * shape.context_tokens * shape.num_feature_layers * shape.hidden_size
+        )
 
     activations = _estimate_activations(shape, config, drafter_itemsize, cuda)
     gradients = FLOAT32_BYTES * parameters / (world_size if stage >= 2 else 1)
@@ -149,7 +151,7 @@ def estimate_step_memory(
 
 
 def _estimate_target(
-    shape: StepShape, config: TrainConfig, world_size: int, itemsize: int
+    shape: StepSizes, config: TrainConfig, world_size: int, itemsize: int
 ) -> float:
     """Return the bytes of the target's weights on one device. itemsize: bytes of one weight."""
     layer_parameters = shape.target_parameters - shape.target_table_parameters
@@ -157,13 +159,13 @@ def _estimate_target(
         return itemsize * shape.target_table_parameters
     if config.target.shard:
         shard = layer_parameters / world_size
-        gathered_layers = 2 * layer_parameters / shape.target_layers
+        gathered_layers = 2 * layer_parameters / shape.num_target_layers
         return itemsize * (shape.target_table_parameters + shard + gathered_layers)
     return itemsize * shape.target_parameters
 
 
 def _estimate_activations(
-    shape: StepShape, config: TrainConfig, itemsize: int, cuda: bool
+    shape: StepSizes, config: TrainConfig, itemsize: int, cuda: bool
 ) -> dict[str, float]:
     """Return the bytes of the drafter's activations on one device.
 
@@ -183,22 +185,26 @@ def _estimate_activations(
     # Keys and values of the context are saved. If the projections also read token embeddings, these
     # are saved before and after their norm.
     per_context_token = 4 * shape.key_value_size + 8 * (shape.projection_inputs - hidden)
-    layer = itemsize * (shape.queries * per_query + shape.context_tokens * per_context_token)
+    layer = itemsize * (shape.num_queries * per_query + shape.context_tokens * per_context_token)
 
     mask = 0
     # On a CPU, the float32 attention mask is saved. A chunk of queries has one mask, with a column
     # for each key that at least one of the queries sees.
     if not cuda:
-        mask = FLOAT32_BYTES * shape.queries * (shape.mean_visible_context + QUERIES_PER_MASK_CHUNK)
+        mask = (
+            FLOAT32_BYTES
+            * shape.num_queries
+            * (shape.mean_visible_context + QUERIES_PER_MASK_CHUNK)
+        )
     # bytes of the activations before the drafter's first layer and after its last layer
-    outside_layers = FLOAT32_BYTES * (3 * shape.context_tokens + 6 * shape.queries) * hidden
+    outside_layers = FLOAT32_BYTES * (3 * shape.context_tokens + 6 * shape.num_queries) * hidden
     saved_per_layer = layer
-    backward = 3 * itemsize * shape.queries * shape.intermediate_size
+    backward = 3 * itemsize * shape.num_queries * shape.intermediate_size
     if config.gradient_checkpointing:
-        saved_per_layer = FLOAT32_BYTES * shape.queries * hidden
+        saved_per_layer = FLOAT32_BYTES * shape.num_queries * hidden
         backward += layer
     return {
-        "saved": outside_layers + mask + shape.drafter_layers * saved_per_layer,
+        "saved": outside_layers + mask + shape.num_drafter_layers * saved_per_layer,
         "backward": backward - recomputed * outside_layers,
     }
 
@@ -216,9 +222,9 @@ def available_device_memory(device: torch.device, local_world_size: int) -> floa
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / local_world_size
 
 
-def choose_recompute(
+def choose_gradient_checkpointing(
     config: TrainConfig,
-    shape: StepShape,
+    shape: StepSizes,
     world_size: int,
     target_itemsize: int,
     drafter_itemsize: int,

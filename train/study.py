@@ -138,9 +138,9 @@ def run_study(config: StudyCommand) -> None:
 
 def train_and_exit(run: TrainConfig) -> None:
     """Train a drafter as configured in this process, and then end the process."""
-    from train.main import leave_process
+    from train.main import exit_without_handlers
 
-    with leave_process(), report_errors_and_exit():
+    with exit_without_handlers(), report_errors_and_exit():
         from train.loop import train
 
         train(run)

@@ -430,12 +430,12 @@ class KVCache:
         first_slot = row * self.capacity + start
         return [buffer[:, first_slot : first_slot + count].clone() for buffer in self.buffers]
 
-    def restore_positions(self, row: int, segments: list[list[torch.Tensor]]) -> None:
+    def restore_positions(self, row: int, blocks: list[list[torch.Tensor]]) -> None:
         """Write keys and values to the beginning of an empty row, and commit these positions.
-        `segments` are results of `read_positions` for consecutive positions."""
+        `blocks` are results of `read_positions` for consecutive positions."""
         first_slot = row * self.capacity
         length = 0
-        for segment in segments:
+        for segment in blocks:
             count = segment[0].shape[1] if segment else 0
             start = first_slot + length
             for buffer, states in zip(self.buffers, segment, strict=True):

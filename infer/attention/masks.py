@@ -259,13 +259,13 @@ def find_document_starts(documents: torch.Tensor) -> torch.Tensor:
 def build_training_mask(
     starts: torch.Tensor,
     documents: torch.Tensor,
-    width: int,
+    block_size: int,
     causal: bool = False,
     window: int | None = None,
 ) -> AttentionMask:
     """Return the attention mask of a drafter's training blocks. A block is what the drafter sees
     when it drafts after one position of the context. The queries are the positions of N blocks of
-    `width` positions each. The keys are T context positions followed by the N * width block
+    `block_size` positions each. The keys are T context positions followed by the N * width block
     positions.
 
     starts: (B, N) int64, the position at which each block begins. For DFlash a block begins at the
@@ -278,14 +278,14 @@ def build_training_mask(
         that are less than this many positions away. None means that there is no window.
     """
     context_length = documents.shape[1]
-    offsets = torch.arange(width, device=starts.device)
-    context_ends = starts[..., None].expand(-1, -1, width)  # (B, num_blocks, width)
+    offsets = torch.arange(block_size, device=starts.device)
+    context_ends = starts[..., None].expand(-1, -1, block_size)  # (B, num_blocks, width)
     context_starts = find_document_starts(documents).gather(1, starts)[..., None]
     block_numbers = torch.arange(starts.shape[1], device=starts.device)
     # (num_blocks, 1): the first key of every block
-    first_keys = context_length + width * block_numbers[:, None]
+    first_keys = context_length + block_size * block_numbers[:, None]
     block_starts = first_keys
-    block_ends = first_keys + (offsets + 1 if causal else width)
+    block_ends = first_keys + (offsets + 1 if causal else block_size)
     if window is not None:
         context_starts = torch.maximum(context_starts, context_ends + offsets - window + 1)
         block_starts = first_keys + (offsets - window + 1).clamp(min=0)
@@ -298,7 +298,7 @@ def build_training_mask(
         (per_query(context_starts), per_query(context_ends)),
         (per_query(block_starts), per_query(block_ends)),
     ]
-    return AttentionMask(context_length + starts.shape[1] * width, ranges)
+    return AttentionMask(context_length + starts.shape[1] * block_size, ranges)
 
 
 def first_visible_position(
@@ -373,15 +373,15 @@ def build_tree_mask(
 
 def build_draft_mask(
     cached_lengths: torch.Tensor,
-    width: int,
+    block_size: int,
     num_keys: int,
     causal: bool,
     window: int | None,
     sees_all_keys: bool = False,
 ) -> AttentionMask:
-    """Return the attention mask of a drafter's block of `width` queries after cached positions.
-    Each query attends to all cached positions and to the whole block, unless `causal` or `window`
-    excludes some of these positions.
+    """Return the attention mask of a drafter's block of `block_size` queries after cached
+    positions. Each query attends to all cached positions and to the whole block, unless `causal` or
+    `window` excludes some of these positions.
 
     cached_lengths: (B,) int64, number of cached positions of every batch row
     num_keys: number of keys per batch row that attention reads
@@ -389,7 +389,7 @@ def build_draft_mask(
     window: size of the sliding window, see `build_training_mask`
     sees_all_keys: whether the host knows that all batch rows have the same length
     """
-    offsets = torch.arange(width, device=cached_lengths.device)
+    offsets = torch.arange(block_size, device=cached_lengths.device)
     block_mask = (offsets <= offsets[:, None]) | (not causal)
     if window is not None:
         block_mask = block_mask & ((offsets[:, None] - offsets).abs() < window)

@@ -37,7 +37,7 @@ DOCTOR_PROMPT_TOKENS = 64
 
 def run(config: DoctorCommand) -> None:
     """Print a diagnosis. Exit with code 1 if it names a cause of low acceptance."""
-    from data.prompts import load_outside_prompts
+    from data.prompts import load_external_prompts
     from infer.doctor.engines import measure_engine, open_client
     from infer.doctor.examine import diagnose_drafter, format_diagnosis
     from infer.evaluation.acceptance import find_reference, measure_reference
@@ -51,10 +51,10 @@ def run(config: DoctorCommand) -> None:
             "must tokenize prompts; give a target with a tokenizer"
         )
     if reference is None:
-        texts = load_outside_prompts(target.tokenizer, DOCTOR_PROMPT_TOKENS, False)
+        texts = load_external_prompts(target.tokenizer, DOCTOR_PROMPT_TOKENS, False)
         chats = texts
         if target.tokenizer.chat_template is not None:
-            chats = load_outside_prompts(target.tokenizer, DOCTOR_PROMPT_TOKENS, True)
+            chats = load_external_prompts(target.tokenizer, DOCTOR_PROMPT_TOKENS, True)
         # Take every second prompt as plain text, and the others as chats.
         prompts = [(chats if i % 2 else texts)[i] for i in range(len(texts))]
         with report_activity(f"measuring the drafter's acceptance on {len(prompts)} prompts"):

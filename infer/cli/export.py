@@ -57,7 +57,7 @@ def run(config: ExportCommand) -> None:
     from infer.evaluation.acceptance import ACCEPTANCE_REFERENCE_FILE_NAME
     from infer.evaluation.card import write_card
     from infer.formats.compatibility import check_engines, describe_export
-    from infer.formats.export import check_export, export_drafter, require_base_model_sizes
+    from infer.formats.export import check_base_model, check_export, export_drafter
     from infer.formats.gguf import convert_to_gguf, find_converter
     from infer.targets.loading import resolve_path
     from infer.utils.files import atomic_create_folder
@@ -69,7 +69,7 @@ def run(config: ExportCommand) -> None:
     drafter: Any = load_drafter(config.checkpoint)
     check_export(drafter, config.format)
     if config.base_model is not None:
-        warning = require_base_model_sizes(config.base_model, drafter)
+        warning = check_base_model(config.base_model, drafter)
         if warning:
             print(warning)
     has_embedding_or_head = drafter.embed_tokens is not None or drafter.lm_head is not None

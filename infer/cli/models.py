@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from infer.config import DecodeOptions, LoadedConfig, TargetConfig
+from infer.config import DecodeOptions, DrafterLoadConfig, TargetConfig
 from infer.drafters.families import PROMPT_LOOKUP_FAMILY
 from infer.targets.masked_models import (
     MASKED_DIFFUSION_TARGET_KIND,
@@ -49,7 +49,7 @@ class CommandWithDrafter(CommandWithTarget):
     drafter: see LoadedConfig in infer/config.py
     """
 
-    drafter: LoadedConfig = field(default_factory=LoadedConfig, kw_only=True)
+    drafter: DrafterLoadConfig = field(default_factory=DrafterLoadConfig, kw_only=True)
 
 
 def resolve_decode_options(
@@ -67,7 +67,7 @@ def resolve_decode_options(
 
 
 def load_target_and_drafter(
-    target_config: TargetConfig, checkpoint: str | None, options: LoadedConfig | None = None
+    target_config: TargetConfig, checkpoint: str | None, options: DrafterLoadConfig | None = None
 ) -> tuple[Any, Any]:
     """Load a target, and a drafter with the dtype of the target.
 
@@ -93,7 +93,7 @@ def load_target_and_drafter(
 
 
 def load_target_and_drafters(
-    target_config: TargetConfig, checkpoints: list[str], options: LoadedConfig | None = None
+    target_config: TargetConfig, checkpoints: list[str], options: DrafterLoadConfig | None = None
 ) -> tuple[Any, list[Any]]:
     """Load a causal target, and drafters with the dtype of the target.
 
@@ -115,7 +115,7 @@ def load_target_and_drafters(
             f"target.path={target_config.path} is a masked diffusion model, which cannot be used "
             "with a drafter: give a causal target"
         )
-    drafters = _load_drafters(target_config, checkpoints, options or LoadedConfig())
+    drafters = _load_drafters(target_config, checkpoints, options or DrafterLoadConfig())
     template_kwargs = target_config.chat_template_kwargs
     for drafter in drafters:
         if not template_kwargs and drafter.config is not None:
@@ -127,7 +127,7 @@ def load_target_and_drafters(
 
 
 def _load_drafters(
-    target_config: TargetConfig, checkpoints: Sequence[str], options: LoadedConfig
+    target_config: TargetConfig, checkpoints: Sequence[str], options: DrafterLoadConfig
 ) -> list[Any]:
     """Load drafters with the dtype and on the device that the target will have.
 

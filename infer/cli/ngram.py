@@ -38,7 +38,7 @@ class NgramCommand(CommandWithTarget):
 def run(config: NgramCommand) -> None:
     """Count the n-grams, write the n-gram file, and print how large it is."""
     from data.counts import ExampleCounts
-    from data.packing import tokenize_documents
+    from data.packing import tokenize_training_examples
     from infer.ngrams.count import count_ngrams, default_ngram_order
     from infer.targets.loading import load_config, load_tokenizer
     from infer.targets.target import tokenizer_digest
@@ -49,7 +49,7 @@ def run(config: NgramCommand) -> None:
     model_config = load_config(target.path, target.trust_remote_code)
     vocabulary = max(model_config.get_text_config().vocab_size, len(tokenizer))
     counts = ExampleCounts()
-    documents = tokenize_documents(config.data, tokenizer, counts)
+    documents = tokenize_training_examples(config.data, tokenizer, counts)
     digest = tokenizer_digest(tokenizer)
     order = config.order or default_ngram_order(vocabulary)
     out = Path(config.out)
@@ -57,7 +57,7 @@ def run(config: NgramCommand) -> None:
     model = count_ngrams(documents, vocabulary, order, out, digest, progress, config.min_count)
     progress.close()
     print(*counts.format_lines(), sep="\n")
-    nodes = sum(model.nodes)
+    nodes = sum(model.nodes_per_level)
     print(
         f"{out}: {model.num_tokens:,} tokens, {nodes:,} n-grams of up to {model.order} tokens, "
         f"{model.size_bytes / 1e6:,.1f} MB ({model.size_bytes / nodes:.1f} bytes each); use it "

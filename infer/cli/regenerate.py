@@ -15,7 +15,7 @@ from infer.cli.models import (
     load_target_and_drafter,
     resolve_decode_options,
 )
-from infer.config import DecodeOptions, TextOptions
+from infer.config import DecodeOptions, SamplingOptions
 from infer.engine.repetition import MAX_LOOP_PERIOD_TOKENS
 from infer.utils.checks import check_nested_options, require_at_least, require_positive
 
@@ -46,9 +46,9 @@ class QuestionsConfig:
     length_range: list[int] = field(default_factory=lambda: [4, 128])
 
     @property
-    def text(self) -> TextOptions:
+    def sampling_options(self) -> SamplingOptions:
         """The sampling options for generating a question."""
-        return TextOptions(
+        return SamplingOptions(
             max_new_tokens=self.length_range[-1],
             loop_period=MAX_LOOP_PERIOD_TOKENS,
             temperature=self.temperature,
@@ -63,7 +63,7 @@ class QuestionsConfig:
                 f"questions.length_range={self.length_range}: give the minimum and the maximum "
                 "number of tokens, such as [4,128]"
             )
-        self.text.check()
+        self.sampling_options.check()
 
 
 @dataclass
@@ -140,8 +140,8 @@ class Regeneration:
 
     identity: digests of the target's files, which are stored with the answers; with a server, only
         the digest of the tokenizer
-    openings: prompts that end where a user's question begins, one for each system prompt; empty
-        unless data=self
+    question_prompts: prompts that end where a user's question begins, one for each system prompt;
+        empty unless data=self
     """
 
     def __init__(self, config: RegenerateCommand) -> None:
@@ -151,7 +151,7 @@ class Regeneration:
         data=self, or if the target or the drafter cannot be loaded.
         """
         from data.questions import build_question_prompt
-        from infer.targets.identity import target_identity
+        from infer.targets.identity import compute_target_digests
         from infer.targets.loading import load_tokenizer
         from infer.targets.target import tokenizer_digest
 
@@ -161,7 +161,7 @@ class Regeneration:
         self.target: Any = None
         self.drafter: Any = None
         self.tokenizer: Any = None
-        self.openings = []
+        self.question_prompts = []
         self.generates_questions = config.data.source == "self"
         if not self.generates_questions:
             print_question_counts(config.data)
@@ -176,7 +176,7 @@ class Regeneration:
             # This is done before the weights are loaded, because it raises ValueError if the chat
             # template is unsuitable.
             for system_prompt in config.questions.system or [None]:
-                self.openings.append(build_question_prompt(self.tokenizer, system_prompt))
+                self.question_prompts.append(build_question_prompt(self.tokenizer, system_prompt))
         if config.server is not None:
             return
 
@@ -190,7 +190,7 @@ class Regeneration:
         checkpoint = config.checkpoint if config.decoding.uses_drafter else None
         self.target, self.drafter = load_target_and_drafter(target_config, checkpoint)
         self.tokenizer = self.target.tokenizer
-        self.identity = target_identity(target_config.path, tokenizer_digest(self.tokenizer))
+        self.identity = compute_target_digests(target_config.path, tokenizer_digest(self.tokenizer))
 
     def write_answers(self, out: Path) -> dict[str, int]:
         """Generate the answers and write them to the file `out`.
@@ -205,14 +205,18 @@ class Regeneration:
             )
         question_file = Path(f"{out}.questions")
         question_options = replace(
-            self.config.questions.text, seed=self.options.seed, stop=self.openings[0].stop_strings
+            self.config.questions.sampling_options,
+            seed=self.options.seed,
+            stop=self.question_prompts[0].stop_strings,
         )
         self.answer_examples(
-            lambda: make_opening_examples(self.config, self.openings),
+            lambda: make_question_prompt_examples(self.config, self.question_prompts),
             replace(self.options, **vars(question_options)),
             question_file,
         )
-        examples = load_question_examples(self.config, self.openings, self.tokenizer, question_file)
+        examples = load_question_examples(
+            self.config, self.question_prompts, self.tokenizer, question_file
+        )
         return self.answer_examples(lambda: iter(examples), self.options, out)
 
     def answer_examples(
@@ -233,7 +237,7 @@ class Regeneration:
         )
 
         count, examples_digest = digest_examples(load_examples())
-        settings = self.answer_settings(options, examples_digest)
+        settings = self.build_settings_record(options, examples_digest)
         server = self.config.server
         if server is None:
             capacity = self.config.max_length
@@ -244,14 +248,14 @@ class Regeneration:
             answer_examples = build_engine_answerer(self.target, self.drafter, options, capacity)
         else:
             client = OpenAIClient(
-                server, options, self.config.max_concurrent_requests, self.prompt_end
+                server, options, self.config.max_concurrent_requests, self.get_generation_prompt
             )
             answer_examples = client.answer_examples
         return regenerate_answers(
             load_examples(), answer_examples, out, settings, MAX_FAILED_EXAMPLES, count
         )
 
-    def answer_settings(self, options: Any, examples_digest: str) -> dict:
+    def build_settings_record(self, options: Any, examples_digest: str) -> dict:
         """Return the options and digests that determine the answers.
 
         They are stored in a file beside the answers. A later run continues these answers only if
@@ -281,7 +285,7 @@ class Regeneration:
             settings["rows"] = None
         return settings
 
-    def prompt_end(self, example: "PromptExample") -> str:
+    def get_generation_prompt(self, example: "PromptExample") -> str:
         """Return the generation prompt: the text that the chat template adds before an answer.
 
         For an example that is a plain text, "" is returned.
@@ -309,28 +313,30 @@ def print_question_counts(data: DataConfig) -> None:
     print(*counts.format_lines(), sep="\n", file=sys.stderr)
 
 
-def make_opening_examples(config: RegenerateCommand, openings: list) -> "Iterator[PromptExample]":
+def make_question_prompt_examples(
+    config: RegenerateCommand, question_prompts: list
+) -> "Iterator[PromptExample]":
     """Yield the prompts of this shard from which the target generates questions.
 
-    openings: prompts that end where a user's question begins, used in rotation
+    question_prompts: prompts that end where a user's question begins, used in rotation
     """
     from infer.serving.regeneration_task import PromptExample
 
     shard_number, shard_count = config.shard_position
     question_count = cast(int, config.data.max_examples)  # not None: data=self requires it
     for index in range(shard_number - 1, question_count, shard_count):
-        yield PromptExample(index, openings[index % len(openings)].text)
+        yield PromptExample(index, question_prompts[index % len(question_prompts)].text)
 
 
 def load_question_examples(
-    config: RegenerateCommand, openings: list, tokenizer: Any, question_file: Path
+    config: RegenerateCommand, question_prompts: list, tokenizer: Any, question_file: Path
 ) -> "list[PromptExample]":
     """Return the generated questions as chats that the target has to answer.
 
     Unusable questions, such as duplicates, are left out.
 
-    openings: prompts from which the questions were generated, used in rotation; each has the
-        messages before the question
+    question_prompts: prompts from which the questions were generated, used in rotation; each has
+        the messages before the question
     question_file: JSON lines file with the generated questions
 
     Raises ValueError if no question is usable.
@@ -357,7 +363,7 @@ def load_question_examples(
     examples = []
     for index, text in selected.items():
         question = {"role": "user", "content": text}
-        messages = [*openings[index % len(openings)].messages, question]
+        messages = [*question_prompts[index % len(question_prompts)].messages, question]
         examples.append(PromptExample(index, messages, template_options=template_options))
     return examples
 

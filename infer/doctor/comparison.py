@@ -75,7 +75,7 @@ class AcceptanceComparison:
         return self.engine is None or not self.engine.incomparable_options
 
     @property
-    def is_low(self) -> bool:
+    def is_acceptance_low(self) -> bool:
         """Whether the acceptance is significantly too low.
 
         This means that the acceptance in the other engine is lower than in this process. If no
@@ -103,16 +103,16 @@ class AcceptanceComparison:
         return difference / max(1, total)
 
     @property
-    def target_agreement(self) -> float:
+    def target_greedy_agreement(self) -> float:
         """The share of the answers' tokens that are the greedy choice of the target, as computed in
         this process.
 
         The answers are those of the other engine, or of the reference if no engine was measured.
         """
         if self.engine is None:
-            return self.target_states.agreement
+            return self.target_states.greedy_agreement
         prompts = [answer.prompt_ids for answer in self.reference.answers]
-        return compute_target_states(self.target, prompts, self.engine.answer_ids).agreement
+        return compute_target_states(self.target, prompts, self.engine.answer_ids).greedy_agreement
 
 
 def is_significantly_lower(counts: AcceptanceCounts, expected: AcceptanceCounts) -> bool:

@@ -20,7 +20,7 @@ ENGINE_CONNECT_TIMEOUT_SECONDS = 10
 ENGINE_READ_TIMEOUT_SECONDS = 600
 # An engine may draft more tokens than the drafter's block has. Counters of accepted tokens are read
 # for this number of further positions.
-MAX_COUNTERS_BEYOND_BLOCK_SIZE = 64
+MAX_POSITIONS_BEYOND_BLOCK_SIZE = 64
 MAX_QUOTED_ENGINE_ERROR_CHARACTERS = 200
 # Each prompt is sent twice, because in the second request it is in the engine's prefix cache.
 DOCTOR_REQUESTS_PER_PROMPT = 2
@@ -190,7 +190,7 @@ def read_acceptance(
     The result has entries for the block_size - 1 drafted positions, and for further positions up to
     the last one at which a draft token was accepted.
     """
-    positions = range(reference.block_size + MAX_COUNTERS_BEYOND_BLOCK_SIZE)
+    positions = range(reference.block_size + MAX_POSITIONS_BEYOND_BLOCK_SIZE)
     accepted = [round(values.get(f"{counters.accepted} {position}", 0)) for position in positions]
     while len(accepted) >= reference.block_size and not accepted[-1]:
         accepted.pop()

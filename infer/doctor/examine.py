@@ -240,7 +240,7 @@ def diagnose_comparison(
             advice = format_advice(cause, "")
             return make_cause_diagnosis(cause, f"{sentence} ({summary})", evidence, advice)
 
-    is_low = comparison.is_low
+    is_low = comparison.is_acceptance_low
     if not is_low and comparison.relative_difference < MIN_RELATIVE_ACCEPTANCE_DIFFERENCE_TO_REPLAY:
         return None
     compared = comparison.compared_acceptance

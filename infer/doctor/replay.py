@@ -39,13 +39,13 @@ class TargetStates:
     prompts, answers: token ids
     states: keys are the layers that are read. Values are lists with one tensor per prompt and
         answer, of shape (number of tokens, hidden_size).
-    agreement: share of the answers' tokens that are the target's greedy choice
+    greedy_agreement: share of the answers' tokens that are the target's greedy choice
     """
 
     prompts: list[list[int]]
     answers: list[list[int]]
     states: dict[FeatureLayer, list[torch.Tensor]]
-    agreement: float
+    greedy_agreement: float
 
 
 def find_next_norm(target: Target, layer: int) -> torch.nn.Module | None:
@@ -80,7 +80,7 @@ def compute_target_states(
         # differently, and int8 quantisation would amplify the differences.
         with cache.add_rows(1) as row:
             output = target.extend_cache([ids], row, layers)
-        features = output.context[0].chunk(len(layers) or 1, dim=-1)
+        features = output.layer_features[0].chunk(len(layers) or 1, dim=-1)
         features_by_layer = dict(zip(layers, features, strict=False))
         for feature_layer in feature_layers:
             state = features_by_layer[feature_layer.layer]  # (T, D)
@@ -124,5 +124,7 @@ def replay_chains(
     counts = []
     for sequence, answer in zip(replayed, target_states.answers, strict=True):
         countable_tokens = len(answer) - uncounted_tokens
-        counts.append(count_accepted_drafts(sequence.commits[chain], countable_tokens, chain.nodes))
+        counts.append(
+            count_accepted_drafts(sequence.commits[chain], countable_tokens, chain.node_budget)
+        )
     return counts

@@ -69,7 +69,7 @@ def count_target_layers(target: Target) -> int:
     return len(cast(torch.nn.ModuleList, target.decoder.layers))
 
 
-def vary_layers(target: Target, drafter: Drafter) -> Variations:
+def vary_feature_layers(target: Target, drafter: Drafter) -> Variations:
     """Yield two variations of a drafter: one reads all target hidden states one layer earlier, the
     other one layer later. A variation is left out if the target has no such layer."""
     count = count_target_layers(target)
@@ -80,7 +80,7 @@ def vary_layers(target: Target, drafter: Drafter) -> Variations:
             yield DrafterVariation(label, drafter, [FeatureLayer(layer) for layer in layers])
 
 
-def vary_norm(target: Target, drafter: Drafter) -> Variations:
+def vary_feature_norm(target: Target, drafter: Drafter) -> Variations:
     """Yield a variation of a drafter that reads the target's hidden states after a norm instead of
     before it, or the other way round.
 

@@ -14,8 +14,8 @@ dflash/model.py as the example. Besides its modules, a subclass defines:
 - for new drafters: `default_layer_ids` chooses the target layers that the drafter reads, and
   `build_family_config` builds the object in config.json that holds the family's keys;
 - for reading and writing config.json: `read_config` and `export_writers`;
-- for training: `prepare_inputs` and `forward` run all blocks of packed sequences in one pass, with
-  one attention mask for each of `attention_patterns`;
+- for training: `prepare_training_inputs` and `forward` run all blocks of packed sequences in one
+  pass, with one attention mask for each of `attention_patterns`;
 - for decoding: `build_state` wraps the KV cache, `update_context` adds newly committed positions to
   the KV cache, and `compute_block_states` computes the hidden states of one block per sequence,
   from which `draft_block` computes the distributions of the drafted tokens;
@@ -35,7 +35,7 @@ from infer.attention.kv_cache import KVCache
 from infer.config import DrafterConfig
 from infer.drafters.config_keys import ParsedConfig
 from infer.drafters.families import Family
-from infer.drafters.heads.base import ConfidenceHead, Head, get_draft_vocab_size
+from infer.drafters.heads.base import ConditionalHead, ConfidenceHead, get_draft_vocab_size
 from infer.drafters.heads.table import HeadSpec, find_head_spec
 from infer.drafters.initial_weights import shrink_final_norm
 from infer.drafters.layer import CosSin, DrafterLayer, negate_first_half
@@ -162,7 +162,7 @@ class Drafter(nn.Module):
         """
         raise NotImplementedError
 
-    def prepare_inputs(
+    def prepare_training_inputs(
         self, target: Target, ids: torch.Tensor, positions: torch.Tensor, anchors: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute the inputs of `forward` that depend on the drafter family: the two arguments
@@ -240,14 +240,14 @@ class Drafter(nn.Module):
         return DraftVocabulary(tokens, self.config.vocab_size)
 
     @property
-    def conditional_head(self) -> Head | None:
+    def conditional_head(self) -> ConditionalHead | None:
         """The module that makes a drafted token's score depend on the drafted tokens before it.
 
         None if the drafter has no such module and predicts each drafted position independently.
         """
         if self.head_spec is None:
             return None
-        return cast(Head, self.get_submodule(self.head_spec.attribute))
+        return cast(ConditionalHead, self.get_submodule(self.head_spec.module_name))
 
     def add_conditional_head(self) -> None:
         """Create the conditional head and the confidence head if config.json describes them. Their
@@ -263,12 +263,12 @@ class Drafter(nn.Module):
             return
 
         head = spec.load()(self.config, family_config)
-        self.add_module(spec.attribute, head)
+        self.add_module(spec.module_name, head)
         self.head_reads_raw_states = head.reads_raw_states
         if family_config.get("enable_confidence_head"):
             input_size = self.config.hidden_size
             if family_config.get("confidence_head_with_markov"):
-                input_size += family_config[spec.config_key]
+                input_size += family_config[spec.presence_key]
             self.confidence_head = ConfidenceHead(input_size)
 
     def add_embedding_and_head(self, embedding: bool, head: bool) -> None:
@@ -439,12 +439,14 @@ class Drafter(nn.Module):
         cos, sin = rotary_module(self.norm.weight, positions)
         return cos, negate_first_half(sin)
 
-    def allocate_state(self, rows: int, capacity: int, keep_all: bool = False) -> DrafterState:
+    def allocate_state(
+        self, rows: int, capacity: int, keep_all_positions: bool = False
+    ) -> DrafterState:
         """Return an empty decoding state for up to `rows` sequences of up to `capacity` positions
         each.
 
         If all layers have a sliding window, the KV cache drops positions that no layer can attend
-        to any more, unless `keep_all` is true.
+        to any more, unless `keep_all_positions` is true.
         """
         config = self.config
         weight = self.norm.weight
@@ -452,7 +454,13 @@ class Drafter(nn.Module):
         rotary_tables = self.compute_rotary(torch.arange(capacity, device=weight.device)[None])
 
         cache = allocate_cache(
-            config, self.attention_patterns, rows, capacity, self.block_size, weight, keep_all
+            config,
+            self.attention_patterns,
+            rows,
+            capacity,
+            self.block_size,
+            weight,
+            keep_all_positions,
         )
         return self.build_state(cache, rotary_tables)
 

@@ -34,7 +34,7 @@ def compute_packed_block_states(
     """
     ids = packed_sequences["ids"]
     positions = packed_sequences["positions"]
-    inputs = drafter.prepare_inputs(target, ids, positions, anchors)
+    inputs = drafter.prepare_training_inputs(target, ids, positions, anchors)
     block_starts = (anchors - drafter.anchor_offset).clamp(min=0)
     masks = [
         build_training_mask(

@@ -14,8 +14,8 @@ from infer.drafters.base import Drafter, get_target_head_weight
 from infer.drafters.families import DRAFTER_FAMILIES
 from infer.drafters.heads.table import build_head_config
 from infer.targets.support import (
+    choose_drafter_mlp_size,
     get_head_size,
-    get_mlp_size,
     get_norm_eps,
     get_num_key_heads,
     get_rope_parameters,
@@ -24,7 +24,7 @@ from infer.targets.target import Target
 
 # Matches names of tokens that do not occur in text: mask tokens, Llama's reserved tokens, Gemma's
 # unused tokens and Nemotron's numbered special tokens.
-UNUSED_TOKEN_NAME = re.compile(
+UNUSED_TOKEN_NAME_PATTERN = re.compile(
     r"[<\[]\W*\w*(mask|reserved|unused|special_\d)\w*\W*[>\]]", re.IGNORECASE
 )
 # Types of rotary scaling (`rope_type`) that a new drafter copies from its target. "llama3" is not
@@ -62,7 +62,7 @@ def iterate_mask_token_candidates(
     yield from sorted(
         token_id
         for token_id, name in names.items()
-        if UNUSED_TOKEN_NAME.fullmatch(name) and name not in template
+        if UNUSED_TOKEN_NAME_PATTERN.fullmatch(name) and name not in template
     )
 
     if tokenizer.pad_token_id in names:
@@ -195,7 +195,7 @@ def build_shared_keys(options: DrafterConfig, target_config: PretrainedConfig) -
     )
     shared_keys = {
         "block_size": num_slots,
-        "intermediate_size": get_mlp_size(target_config),
+        "intermediate_size": choose_drafter_mlp_size(target_config),
         "num_target_layers": target_config.num_hidden_layers,
         "num_hidden_layers": options.layers,
         "layer_types": [layer_type] * options.layers,
@@ -242,7 +242,7 @@ def build_drafter_config(
     family_config |= build_head_config(options.head)
     check_draft_vocabulary(options, target_config)
 
-    keys = family.wrap_family_config(family_config)
+    keys = family.build_config_entries(family_config)
     if options.draft_vocab_size:
         keys["draft_vocab_size"] = options.draft_vocab_size
     return Qwen3Config(**keys, **build_shared_keys(options, target_config))
@@ -273,7 +273,7 @@ def get_target_embeddings(target: Target) -> torch.Tensor:
     return target.embed(ids)
 
 
-def drop_target_copies(drafter: Drafter, target: Target) -> None:
+def remove_copied_embedding_and_head(drafter: Drafter, target: Target) -> None:
     """Remove the drafter's embedding and language model head, so that the drafter uses the
     target's.
 
@@ -300,7 +300,7 @@ def equal_in_either_dtype(first: torch.Tensor, second: torch.Tensor) -> bool:
     return torch.equal(first, second.to(first)) or torch.equal(first.to(second), second)
 
 
-def read_fixed_options(drafter: Drafter) -> dict[str, Any]:
+def read_options_from_config(drafter: Drafter) -> dict[str, Any]:
     """Return the values of the fields of `infer.config.DrafterConfig` that an existing drafter's
     config.json determines.
 

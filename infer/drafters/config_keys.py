@@ -34,7 +34,7 @@ from infer.drafters.key_rules import (
 )
 
 # The keys of config.json in the format of the public checkpoints, in the order of the file.
-WRITTEN_DRAFTER_CONFIG_KEYS = (
+PUBLIC_LAYOUT_CONFIG_KEYS = (
     *("architectures", "model_type", "block_size"),
     *(family.config_key for family in DRAFTER_FAMILIES.values()),
     *("num_target_layers", "num_hidden_layers", "layer_types", "use_sliding_window"),
@@ -51,9 +51,9 @@ class ParsedConfig:
 
     # The name of the checkpoint format ("layout"): `CheckpointLayout.name` of dflash/layouts.py,
     # "DART" for DART drafters, or "none" for an unknown format.
-    layout: str
+    layout_name: str
     family: Family | None  # the drafter family; None if unknown
-    options: dict[str, Any]  # arguments of Qwen3Config; {} if there are problems
+    config_kwargs: dict[str, Any]  # arguments of Qwen3Config; {} if there are problems
     problems: list[str]  # sentences that describe missing, wrong and unknown keys
     # names of tensors in the checkpoint that are valid but that this project does not need
     unused_tensors: set[str] = field(default_factory=set)
@@ -63,7 +63,7 @@ class ParsedConfig:
     renamed_tensors: dict[str, str] = field(default_factory=dict)
     # Number of rows of tensors that have a row for each token, if these tensors are padded to more
     # rows than the vocabulary has tokens; else None.
-    padded_rows: int | None = None
+    padded_vocab_size: int | None = None
 
     @property
     def family_config(self) -> dict[str, Any]:
@@ -71,14 +71,14 @@ class ParsedConfig:
         unknown."""
         if self.family is None:
             return {}
-        return self.options.get(self.family.config_key, {})
+        return self.config_kwargs.get(self.family.config_key, {})
 
     def build_drafter(self, device: str = "meta") -> Any:
         """Return a `Drafter` with this config and uninitialised weights on `device`. There must be
         no problems."""
         assert self.family is not None
         with torch.device(device):
-            return self.family.load()(Qwen3Config(**self.options))
+            return self.family.load()(Qwen3Config(**self.config_kwargs))
 
 
 class CheckedKeys(dict[str, Any]):
@@ -212,7 +212,7 @@ class CheckedKeys(dict[str, Any]):
         if self.get("chat_template_kwargs"):
             options["chat_template_kwargs"] = self["chat_template_kwargs"]
         # A `draft_vocab_size` above `vocab_size` means that the drafter can propose all tokens and
-        # that the tensors have padding rows (`padded_rows`).
+        # that the tensors have padding rows (`padded_vocab_size`).
         if self.get("draft_vocab_size", vocab_size) < vocab_size:
             options["draft_vocab_size"] = self["draft_vocab_size"]
         return options | self.read_layer_types(self["num_hidden_layers"])
@@ -372,4 +372,4 @@ def build_public_config(config: Qwen3Config) -> dict[str, Any]:
     if "sliding_attention" not in config.layer_types:
         keys["use_sliding_window"] = None
         keys["sliding_window"] = None
-    return {key: keys[key] for key in WRITTEN_DRAFTER_CONFIG_KEYS if keys.get(key) is not None}
+    return {key: keys[key] for key in PUBLIC_LAYOUT_CONFIG_KEYS if keys.get(key) is not None}

@@ -71,7 +71,7 @@ class Family:
         """Import and return the drafter class, a subclass of `infer.drafters.base.Drafter`."""
         return resolve_name(self.class_path)
 
-    def wrap_family_config(self, family_config: dict) -> dict:
+    def build_config_entries(self, family_config: dict) -> dict:
         """Return the config.json entries that identify the family: `architectures`, and the object
         `family_config` under the key `config_key`."""
         return {"architectures": [self.architecture], self.config_key: family_config}

@@ -7,12 +7,12 @@ from torch import nn
 from infer.targets.target import Target
 
 # Maximum absolute logit of a new drafter. It is measured for
-# TOKENS_MEASURING_INITIAL_DRAFTER_LOGITS input tokens.
+# NUM_TOKENS_FOR_INITIAL_LOGIT_MEASUREMENT input tokens.
 MAX_LOGIT_OF_NEW_DRAFTER = 3.0
-TOKENS_MEASURING_INITIAL_DRAFTER_LOGITS = 32
+NUM_TOKENS_FOR_INITIAL_LOGIT_MEASUREMENT = 32
 
 
-def select_feature_layer(projection: nn.Linear, index: int) -> None:
+def init_projection_to_select_layer(projection: nn.Linear, index: int) -> None:
     """Set the weight of `projection` such that it returns the hidden states of a single target
     layer.
 
@@ -33,7 +33,7 @@ def shrink_final_norm(norm: nn.RMSNorm, target: Target) -> None:
     head that is tied to the embedding would give nearly all probability to the input token.
     """
     ids = torch.linspace(
-        0, target.vocab_size - 1, TOKENS_MEASURING_INITIAL_DRAFTER_LOGITS, device=target.device
+        0, target.vocab_size - 1, NUM_TOKENS_FOR_INITIAL_LOGIT_MEASUREMENT, device=target.device
     ).long()
     states = norm(target.embed(ids).cpu().float()).to(target.head_weight)
     max_logit = target.compute_logits(states).float().abs().amax().item()

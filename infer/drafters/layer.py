@@ -69,7 +69,7 @@ class DrafterAttention(nn.Module):
         """Reshape projected vectors (B, T, heads * head_size) to (B, T, heads, head_size)."""
         return states.unflatten(-1, (-1, self.head_dim))
 
-    def key_value_projections(self, suffix: str = "") -> list[nn.Module]:
+    def get_key_value_projections(self, suffix: str = "") -> list[nn.Module]:
         """Return the submodules that compute keys and values. Their names are `k_proj` and
         `v_proj`, each followed by `suffix`."""
         names = (f"k_proj{suffix}", f"v_proj{suffix}")
@@ -84,7 +84,7 @@ class DrafterAttention(nn.Module):
         `cos` and `sin` (B, T, head_size) are the rotary embeddings of the T positions. `suffix` is
         appended to the names of the projections `k_proj` and `v_proj` that are used.
         """
-        project_keys, project_values = self.key_value_projections(suffix)
+        project_keys, project_values = self.get_key_value_projections(suffix)
         keys = self.split_heads(project_keys(states))
         values = self.split_heads(project_values(states))
         keys = apply_rotary(self.k_norm(keys).transpose(1, 2), cos, sin)

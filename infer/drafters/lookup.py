@@ -127,7 +127,7 @@ class PromptLookup(nn.Module):
         length = self.block_size - 1
         vocab_size = target.vocab_size
         distributions = [
-            compute_continuations(np.array([*sequence, token]), length, vocab_size)
+            compute_continuation_distributions(np.array([*sequence, token]), length, vocab_size)
             for sequence, token in zip(state.sequences, bonus.tolist(), strict=True)
         ]
         # (B, drafted tokens, vocabulary size)
@@ -138,7 +138,9 @@ class PromptLookup(nn.Module):
         return DraftedBlock(marginals.to(bonus.device))
 
 
-def compute_continuations(sequence: np.ndarray, length: int, vocab_size: int) -> np.ndarray:
+def compute_continuation_distributions(
+    sequence: np.ndarray, length: int, vocab_size: int
+) -> np.ndarray:
     """Return the distributions (length, vocab_size), float64, of the next `length` tokens of
     `sequence`, an array of token ids.
 

@@ -88,13 +88,13 @@ class DrafterState:
         starting with position `start`."""
         return self.cache.read_positions(row, start, count)
 
-    def restore(self, row: int, ids: list[int], pieces: list[list[torch.Tensor]]) -> None:
+    def restore(self, row: int, ids: list[int], cached_ranges: list[list[torch.Tensor]]) -> None:
         """Fill the empty batch row `row` with cached keys and values.
 
-        `pieces` are results of `read` for consecutive ranges of positions. `ids` are the tokens at
-        these positions; they are ignored here, but prompt lookup needs them.
+        `cached_ranges` are results of `read` for consecutive ranges of positions. `ids` are the
+        tokens at these positions; they are ignored here, but prompt lookup needs them.
         """
-        self.cache.restore_positions(row, pieces)
+        self.cache.restore_positions(row, cached_ranges)
 
 
 def allocate_cache(

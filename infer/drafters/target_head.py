@@ -7,7 +7,7 @@ from weakref import ref
 import torch
 from torch import nn
 
-from infer.targets.layers import select_outputs
+from infer.targets.layers import select_output_features
 from infer.targets.loading import load_int8_package
 from infer.targets.target import Target
 
@@ -46,7 +46,7 @@ def update_target_head_copy(
 
     # Leave inference mode: tensors that are created in inference mode cannot be used in training.
     with torch.inference_mode(False):
-        copied_head = head if tokens is None else select_outputs(head, tokens)
+        copied_head = head if tokens is None else select_output_features(head, tokens)
         if to_int8:
             copied_head = load_int8_package().quantise_linear(copied_head)
     return TargetHeadCopy(ref(head), version, copied_head)

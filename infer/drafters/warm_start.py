@@ -33,7 +33,7 @@ MAX_GATED_LAYER_DIFFERENCE = 1.0
 MIN_WARM_START_COMPARED_POSITIONS = (
     4  # minimum number of positions at which a drafter layer and a target layer are compared
 )
-RANDOM_TOKENS_AVERAGED_FOR_ATTENTION_GATES = (
+NUM_RANDOM_TOKENS_FOR_MEAN_GATES = (
     128  # number of random tokens over which the values of attention gates are averaged
 )
 
@@ -154,7 +154,7 @@ def has_gated_attention(layer: nn.Module) -> bool:
     return query_rows == 2 * output_columns
 
 
-def match_rotary_order(head_size: int, rotary_factor: float) -> torch.Tensor | None:
+def compute_rotary_permutation(head_size: int, rotary_factor: float) -> torch.Tensor | None:
     """Return the order (head_size,) int64 of head entries that converts a target's attention head
     to a drafter's: the drafter's entry i is the target's entry order[i].
 
@@ -179,7 +179,7 @@ def match_rotary_order(head_size: int, rotary_factor: float) -> torch.Tensor | N
 
 @torch.no_grad()
 def measure_mean_gates(
-    layer: nn.Module, target: Target, tokens: int = RANDOM_TOKENS_AVERAGED_FOR_ATTENTION_GATES
+    layer: nn.Module, target: Target, tokens: int = NUM_RANDOM_TOKENS_FOR_MEAN_GATES
 ) -> torch.Tensor:
     """Return the mean value of each attention gate of a target layer, measured over random tokens,
     as a tensor (heads * head_size,).
@@ -216,16 +216,16 @@ def remove_gates(layer: nn.Module, target: Target) -> dict[str, torch.Tensor]:
     which has no gates.
 
     Each gate is replaced by its mean value, which is multiplied into the output projection. The
-    entries of each head are reordered as described in `match_rotary_order`. The converted layer is
-    only similar to the target layer, because gates vary around their mean, and because some head
-    entries do not rotate in the target. Returns {} if the layer has unsupported norms, or if no
-    order of head entries exists.
+    entries of each head are reordered as described in `compute_rotary_permutation`. The converted
+    layer is only similar to the target layer, because gates vary around their mean, and because
+    some head entries do not rotate in the target. Returns {} if the layer has unsupported norms, or
+    if no order of head entries exists.
     """
     weights = {name: value.cpu().float() for name, value in layer.state_dict().items()}
     attention = cast(nn.Module, layer.self_attn)
     head_size = cast(int, attention.head_dim)
     rotary_factor = get_rope_parameters(target.config).get("partial_rotary_factor") or 1
-    order = match_rotary_order(head_size, rotary_factor)
+    order = compute_rotary_permutation(head_size, rotary_factor)
     if order is None:
         return {}
 

@@ -78,7 +78,7 @@ class BatchState:
         return self._bonus_buffer[: self.cache.padded_batch_size or len(self.cache.lengths)]
 
     @contextmanager
-    def fix_rows(self, rows: int) -> Generator[None]:
+    def pad_batch(self, rows: int) -> Generator[None]:
         """Pad every decoding round inside this context to exactly `rows` batch rows, so that tensor
         shapes do not depend on how many rows are in use."""
         with ExitStack() as stack:
@@ -98,32 +98,34 @@ class BatchState:
         hidden states at all nodes.
 
         This method runs on the device, without a GPU-to-CPU synchronisation. The caller must call
-        `note_lengths` next.
+        `record_committed_counts` next.
         """
         path = accepted.path
         self.cache.commit(path, accepted.lengths)
         if self.draft_state is not None:
-            path_index = path[..., None].expand(-1, -1, features.context.shape[-1])
-            context = features.context.gather(1, path_index)  # (B, path_length, feature_size)
+            path_index = path[..., None].expand(-1, -1, features.layer_features.shape[-1])
+            context = features.layer_features.gather(
+                1, path_index
+            )  # (B, path_length, feature_size)
             path_tokens = tree.tokens.gather(1, path)
             self._queue_for_drafter(PendingPositions(context, path_tokens, accepted.lengths))
         # Set the bonus tokens last, because the root tokens of the tree may be views of this
         # buffer.
         self._bonus_buffer[: len(accepted.bonus)] = accepted.bonus
 
-    def note_lengths(self, lengths: list[int]) -> None:
+    def record_committed_counts(self, counts: list[int]) -> None:
         """Record on the host how many positions the last round committed in each batch row."""
-        self.cache.update_host_lengths(lengths)
+        self.cache.update_host_lengths(counts)
         if self.pending:
-            self.pending[-1].lengths = lengths
+            self.pending[-1].lengths = counts
         elif self.draft_state is not None:
-            self.draft_state.cache.update_host_lengths(lengths)
+            self.draft_state.cache.update_host_lengths(counts)
 
     def _queue_for_drafter(self, positions: PendingPositions) -> None:
         """Queue committed positions for the drafter's cache.
 
         As long as rounds commit only the root of each tree, their positions stay queued, but for at
-        most MAX_ROUNDS_MISSING_IN_DRAFTER_CACHE rounds. Inside `fix_rows` the queue is flushed at
+        most MAX_ROUNDS_MISSING_IN_DRAFTER_CACHE rounds. Inside `pad_batch` the queue is flushed at
         once, because the next round may be padded to another number of rows.
         """
         has_drafted = (
@@ -190,14 +192,16 @@ class PrefillBatch:
     rounds until `finish` is called."""
 
     def __init__(self, state: BatchState, sequences: list[Sequence]) -> None:
-        self.allocate_state = state
+        self.batch_state = state
         self.sequences = sequences
         # contexts that reserve the batch rows; when they are closed, decoding rounds use the rows
-        self.rows = ExitStack()
-        self.cache = self.rows.enter_context(state.cache.add_rows(len(sequences)))
+        self.row_contexts = ExitStack()
+        self.cache = self.row_contexts.enter_context(state.cache.add_rows(len(sequences)))
         self.draft_state = None
         if state.draft_state is not None:
-            self.draft_state = self.rows.enter_context(state.draft_state.add(len(sequences)))
+            self.draft_state = self.row_contexts.enter_context(
+                state.draft_state.add(len(sequences))
+            )
         # For each sequence: the final hidden state (hidden_size,) of the prompt's last token, or
         # None if it has not been computed yet.
         self.last_hidden: list[torch.Tensor | None] = [None] * len(sequences)
@@ -210,10 +214,10 @@ class PrefillBatch:
         sequence.prefix_blocks = []
         if not blocks:
             return
-        self.cache.restore_positions(row, [block.target for block in blocks])
+        self.cache.restore_positions(row, [block.target_tensors for block in blocks])
         if self.draft_state is not None:
             prefix = sequence.token_ids[: sequence.cached_length]
-            self.draft_state.restore(row, prefix, [block.drafter for block in blocks])
+            self.draft_state.restore(row, prefix, [block.drafter_tensors for block in blocks])
 
     def run_chunk(self, start: int, length: int) -> int:
         """Run the next `length` positions of each prompt through target and drafter, and return the
@@ -222,7 +226,7 @@ class PrefillBatch:
         `start` is the number of positions of each prompt that earlier chunks have computed.
         Positions from the prefix cache are not counted in `start`.
         """
-        state = self.allocate_state
+        state = self.batch_state
         first_positions = [sequence.cached_length + start for sequence in self.sequences]
         chunks = [
             sequence.token_ids[first : first + length]
@@ -231,10 +235,10 @@ class PrefillBatch:
         features = state.target.extend_cache(chunks, self.cache, state.feature_layers)
         if self.draft_state is not None:
             assert state.drafter is not None
-            tokens = pad_token_ids(chunks, features.context.device)
+            tokens = pad_token_ids(chunks, features.layer_features.device)
             chunk_lengths = [len(chunk) for chunk in chunks]
             state.drafter.update_context(
-                state.target, features.context, tokens, chunk_lengths, self.draft_state
+                state.target, features.layer_features, tokens, chunk_lengths, self.draft_state
             )
 
         for row, (sequence, chunk) in enumerate(zip(self.sequences, chunks, strict=True)):
@@ -246,8 +250,8 @@ class PrefillBatch:
     def finish(self) -> torch.Tensor:
         """Let the next decoding rounds use the batch rows of these sequences. Return the final
         hidden states (B, 1, hidden_size) of the last token of each prompt."""
-        self.allocate_state.flush_to_drafter()
-        self.rows.close()
+        self.batch_state.flush_to_drafter()
+        self.row_contexts.close()
         last_hidden = [hidden for hidden in self.last_hidden if hidden is not None]
         assert len(last_hidden) == len(self.sequences)
         return torch.stack(last_hidden)[:, None]

@@ -123,7 +123,7 @@ class AcceptanceTable:
         self.accepted = np.zeros(ACCEPTANCE_BINS)  # for each bin: number of accepted nodes
         self.factors = np.ones(ACCEPTANCE_BINS)  # for each bin: ratio of accepted to expected nodes
 
-    def calibrate(self, log_probs: np.ndarray) -> np.ndarray:
+    def estimate_acceptance_probs(self, log_probs: np.ndarray) -> np.ndarray:
         """Return the estimated probabilities that nodes are accepted. `log_probs` are the nodes'
         log-probabilities under the drafter."""
         return np.minimum(np.exp(log_probs) * self.factors[bin_indices(log_probs)], 1)
@@ -178,9 +178,10 @@ class AutoNodeBudget(NodeBudget):
         self.node_counts = [0, *smaller_counts, max_nodes]
         self.costs = RoundCostTable(calibration, self.node_counts)
         self.acceptance = AcceptanceTable()
-        # `gains[i]`: how many more accepted tokens per batch row are expected with node_counts[i]
-        # nodes than with node_counts[i - 1] nodes. It is an average over `gain_rows[i]` batch rows.
-        self.gains = np.zeros(len(self.node_counts))
+        # `mean_token_gains[i]`: how many more accepted tokens per batch row are expected with
+        # node_counts[i] nodes than with node_counts[i - 1] nodes. It is an average over
+        # `gain_rows[i]` batch rows.
+        self.mean_token_gains = np.zeros(len(self.node_counts))
         self.gain_rows = np.zeros(len(self.node_counts))
         self.tokens_per_second = 0.0  # tokens per second per batch row with the fastest node count
         self.max_round_nodes = max_nodes  # largest node count that the next round may verify
@@ -192,14 +193,14 @@ class AutoNodeBudget(NodeBudget):
         # Number of rounds since the slower of drafting and baseline decoding was last tried.
         self.rounds_since_explored = 0
 
-    def index_of(self, num_nodes: int) -> int:
+    def find_count_index(self, num_nodes: int) -> int:
         """Return the index in `node_counts` of the largest count that is at most `num_nodes`."""
         return bisect_right(self.node_counts, num_nodes) - 1
 
     def choose_nodes(self, rows: int, max_nodes: int) -> int:
         self.num_rounds += 1
         pass_nodes = MAX_VERIFIED_POSITIONS_OF_ALL_ROWS // rows - 1
-        last = self.index_of(max(1, min(max_nodes, pass_nodes)))
+        last = self.find_count_index(max(1, min(max_nodes, pass_nodes)))
         self.max_round_nodes = self.node_counts[last]
         if self.num_rounds <= ROUNDS_BEFORE_SPEED_COMPARISON or not self.gain_rows.any():
             self.max_round_nodes = self.node_counts[min(self._warmup_index(rows), last)]
@@ -207,7 +208,7 @@ class AutoNodeBudget(NodeBudget):
 
         costs = self.costs.costs(rows)[: last + 1]
         # expected tokens of a round: the bonus token and the accepted nodes
-        tokens = 1 + self.gains[: last + 1].cumsum()
+        tokens = 1 + self.mean_token_gains[: last + 1].cumsum()
         speeds = tokens / costs
         drafting = 1 + int(speeds[1:].argmax())
         if speeds[drafting] > speeds[0]:
@@ -217,13 +218,13 @@ class AutoNodeBudget(NodeBudget):
             faster = 0
             slower = drafting
         self.tokens_per_second = float(speeds[faster])
-        if self.rounds_since_explored >= self._explore_interval(
+        if self.rounds_since_explored >= self._rounds_between_explorations(
             rows, costs, speeds, faster, slower
         ):
             self.rounds_since_explored = 0
             return self.node_counts[slower]
         self.rounds_since_explored += 1
-        if faster and self._explores_neighbour():
+        if faster and self._tries_larger_budget():
             faster = min(faster + 1, last)
         return self.node_counts[faster]
 
@@ -231,12 +232,12 @@ class AutoNodeBudget(NodeBudget):
         """Return the index in `node_counts` of the number of nodes that a warm-up round
         verifies."""
         costs = self.costs.calibrated_costs(rows)
-        index = self.index_of(MAX_NODES_BEFORE_SPEED_COMPARISON)
+        index = self.find_count_index(MAX_NODES_BEFORE_SPEED_COMPARISON)
         while index > 1 and costs[index] > MAX_COST_RATIO_BEFORE_SPEED_COMPARISON * costs[0]:
             index -= 1
         return index
 
-    def _explore_interval(
+    def _rounds_between_explorations(
         self, rows: int, costs: np.ndarray, speeds: np.ndarray, faster: int, slower: int
     ) -> float:
         """Return after how many rounds the slower of baseline decoding and drafting is tried again,
@@ -255,7 +256,7 @@ class AutoNodeBudget(NodeBudget):
             return interval
         return min(interval, MAX_ROUNDS_BETWEEN_UNMEASURED_EXPLORATIONS)
 
-    def _explores_neighbour(self) -> bool:
+    def _tries_larger_budget(self) -> bool:
         """Return whether this round verifies the next larger node count than the fastest one,
         because the cost of the larger count may have changed since it was measured."""
         return self.num_rounds % ROUNDS_BETWEEN_LARGER_BUDGET_TRIALS == 0
@@ -292,11 +293,11 @@ class AutoNodeBudget(NodeBudget):
         Nodes are worth verifying if they add more expected tokens than decoding produces on average
         in the additional time that they take.
         """
-        last = self.index_of(max_nodes)
+        last = self.find_count_index(max_nodes)
         average_tokens = self.tokens_per_second * self.costs.costs(rows)[: last + 1]
         surplus = self.expected_tokens[: last + 1] - average_tokens
         best = 1 + int(surplus[1:].argmax())
-        if self._explores_neighbour():
+        if self._tries_larger_budget():
             best = min(best + 1, last)
         return self.node_counts[best]
 
@@ -308,7 +309,7 @@ class AutoNodeBudget(NodeBudget):
         """
         self.log_probs = log_probs[:, 1:]
         rows, num_nodes = self.log_probs.shape
-        probabilities = self.acceptance.calibrate(self.log_probs)
+        probabilities = self.acceptance.estimate_acceptance_probs(self.log_probs)
         if self.ragged and rows > 1:
             likeliest_first = self.log_probs.ravel().argsort()[::-1]
             probabilities = probabilities.ravel()[likeliest_first]
@@ -317,7 +318,7 @@ class AutoNodeBudget(NodeBudget):
         # (rows * num_nodes + 1,): entry n is the expected number of accepted tokens of all rows
         # together if n nodes are verified.
         totals = np.append(0.0, probabilities.cumsum())
-        node_counts = self.node_counts[: self.index_of(num_nodes) + 1]
+        node_counts = self.node_counts[: self.find_count_index(num_nodes) + 1]
         self.expected_tokens = totals[np.multiply(node_counts, rows)] / rows
 
     def record_round(
@@ -329,7 +330,7 @@ class AutoNodeBudget(NodeBudget):
     ) -> None:
         rows = len(paths)
         self.last_nodes = sum(drafted_counts) // rows
-        self.costs.update(rows, self.index_of(self.last_nodes), seconds)
+        self.costs.update(rows, self.find_count_index(self.last_nodes), seconds)
         if not self.last_nodes:
             return
         if node_log_probs is not None:
@@ -339,7 +340,9 @@ class AutoNodeBudget(NodeBudget):
         seen = slice(len(gains))  # the first node counts, up to the size of the trees
         self.gain_rows *= ACCEPTANCE_MOVING_AVERAGE_ROWS / (rows + ACCEPTANCE_MOVING_AVERAGE_ROWS)
         self.gain_rows[seen] += rows
-        self.gains[seen] += rows / self.gain_rows[seen] * (gains - self.gains[seen])
+        self.mean_token_gains[seen] += (
+            rows / self.gain_rows[seen] * (gains - self.mean_token_gains[seen])
+        )
         self.acceptance.update(self.log_probs, drafted_counts, paths)
 
 
@@ -351,7 +354,7 @@ def make_node_budget(
     calibration."""
     if drafter is None:
         return NodeBudget(0)
-    method = options.tree
+    method = options.tree_method
     is_auto = options.budget == "auto"
     if is_auto:
         max_nodes = CANDIDATE_DRAFTED_NODE_COUNTS[-1]
@@ -363,4 +366,6 @@ def make_node_budget(
     if not is_auto:
         return NodeBudget(max_nodes)
     calibration = get_calibration(target, drafter, clock)
-    return AutoNodeBudget(calibration, max_nodes, ragged=method.ranked and supports_ragged(target))
+    return AutoNodeBudget(
+        calibration, max_nodes, ragged=method.sorts_nodes_by_probability and supports_ragged(target)
+    )

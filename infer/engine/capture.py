@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from infer.config import TextOptions
+from infer.config import SamplingOptions
 from infer.drafters.base import Drafter
 from infer.engine.sampling import SamplingTensors
 from infer.targets.target import Target
@@ -24,7 +24,7 @@ class SamplingBuffers:
     def __init__(self, rows: int, vocab_size: int, device: torch.device) -> None:
         # (rows, vocab_size): which tokens the sequence in each batch row contains
         self.seen = torch.zeros(rows, vocab_size, dtype=torch.bool, device=device)
-        options = [TextOptions(temperature=1.0)] * rows
+        options = [SamplingOptions(temperature=1.0)] * rows
         self.tensors = SamplingTensors.from_options(options, vocab_size, device)
 
     def write(self, tensors: SamplingTensors, seen: torch.Tensor | None) -> None:

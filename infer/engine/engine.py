@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from infer.config import NGRAMS_OPTION_CURRENT_SEQUENCE, EngineConfig, TextOptions
+from infer.config import NGRAMS_OPTION_CURRENT_SEQUENCE, EngineConfig, SamplingOptions
 from infer.drafters.base import Drafter
 from infer.engine.batch_state import BatchState
 from infer.engine.budget import make_node_budget
@@ -75,12 +75,12 @@ class Engine:
         self.runner.reset()
 
     @property
-    def busy(self) -> bool:
+    def has_unfinished_sequences(self) -> bool:
         """Whether there are unfinished sequences."""
         scheduler = self.scheduler
         return bool(scheduler.waiting or scheduler.prefilling or scheduler.running)
 
-    def check_options(self, options: TextOptions) -> None:
+    def check_options(self, options: SamplingOptions) -> None:
         """Raise ValueError if the options of a sequence are invalid, or the target does not support
         them."""
         check_options(options, self.target)
@@ -88,7 +88,7 @@ class Engine:
     def submit(
         self,
         prompt: list[int],
-        options: TextOptions,
+        options: SamplingOptions,
         processors: abc.Sequence[LogitsProcessor] = (),
     ) -> Sequence:
         """Add a sequence to the queue, and return it. `processors` are Hugging Face logits
@@ -202,7 +202,7 @@ def make_runner(
     if not options.uses_drafter:
         drafter = None
     ngram_model = None
-    if options.tree.needs_ngrams:
+    if options.tree_method.needs_ngrams:
         ngram_model = load_ngram_model(target, options, requested_ngrams)
     budget = make_node_budget(target, drafter, options, clock)
     allocate = partial(
@@ -250,8 +250,10 @@ def check_drafter(target: Target, drafter: Drafter | None, options: EngineConfig
         )
 
 
-def load_ngram_model(target: Target, options: EngineConfig, requested: str | None) -> NGramModel:
-    """Return the n-gram model that the tree method uses. It depends on `requested`, the user's
+def load_ngram_model(
+    target: Target, options: EngineConfig, ngrams_option: str | None
+) -> NGramModel:
+    """Return the n-gram model that the tree method uses. It depends on `ngrams_option`, the user's
     option `ngrams`:
 
     - NGRAMS_OPTION_CURRENT_SEQUENCE: a uniform model, so that only the n-grams of the sequence
@@ -259,9 +261,9 @@ def load_ngram_model(target: Target, options: EngineConfig, requested: str | Non
     - the path of an n-gram file: the model in this file
     - None: the model in the drafter's own n-gram file
     """
-    if requested == NGRAMS_OPTION_CURRENT_SEQUENCE:
+    if ngrams_option == NGRAMS_OPTION_CURRENT_SEQUENCE:
         return NGramModel.uniform(target.vocab_size)
     assert options.ngrams is not None
     # The tokenizer digest is not checked for the drafter's own n-gram file. The digest includes the
     # chat template, which the user may have changed, but the token ids are those of the target.
-    return NGramModel.open(options.ngrams, target.tokenizer_digest if requested else None)
+    return NGramModel.open(options.ngrams, target.tokenizer_digest if ngrams_option else None)

@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from infer.config import GRAMMAR_OPTIONS, TextOptions
+from infer.config import GRAMMAR_OPTIONS, SamplingOptions
 from infer.engine.grammar_sandbox import MAX_BYTES_FORCED_BY_GRAMMAR, build_matcher
 from infer.targets.target import Target
 
@@ -39,7 +39,7 @@ SLOW_GRAMMAR_TOKEN_MASK_SECONDS = 5e-3
 _grammar_tokenizers: WeakKeyDictionary[Any, "LLTokenizer"] = WeakKeyDictionary()
 
 
-def get_grammar_option(options: TextOptions) -> tuple[str, str] | None:
+def get_grammar_option(options: SamplingOptions) -> tuple[str, str] | None:
     """Return the grammar that the options ask for, as the option's name (such as "json_schema") and
     the source text. Return None if they ask for no grammar."""
     for kind in GRAMMAR_OPTIONS:
@@ -49,7 +49,7 @@ def get_grammar_option(options: TextOptions) -> tuple[str, str] | None:
     return None
 
 
-def make_grammar_state(options: TextOptions, target: Target) -> "GrammarState | None":
+def make_grammar_state(options: SamplingOptions, target: Target) -> "GrammarState | None":
     """Compile the grammar that the options ask for, and return its state at the beginning of the
     output. Return None if they ask for no grammar. Raises ValueError if llguidance does not accept
     the grammar."""
@@ -89,7 +89,7 @@ class GrammarState:
         # drafted tokens that the matcher has consumed after the output tokens
         self.consumed: list[int] = []
 
-    def _move_to(self, output_ids: list[int], path: list[int]) -> None:
+    def _advance_matcher_to(self, output_ids: list[int], path: list[int]) -> None:
         """Move the matcher to the position after the output tokens and the path. If it has consumed
         other tokens before, it is rolled back to the last common position first."""
         tokens = output_ids[self.checked_length :] + path
@@ -116,7 +116,7 @@ class GrammarState:
         """Return a mask (vocab_size,) bool of the tokens that the grammar allows after the output
         and the path."""
         start = time.thread_time()
-        self._move_to(output_ids, path)
+        self._advance_matcher_to(output_ids, path)
         is_within_limits = self._is_within_limits()
         bitmask = self.matcher.compute_bitmask() if is_within_limits else b""
         self.is_slow = time.thread_time() - start > SLOW_GRAMMAR_TOKEN_MASK_SECONDS
@@ -145,7 +145,7 @@ class GrammarState:
         """
         if self.is_slow:
             return []
-        self._move_to(output_ids, [])
+        self._advance_matcher_to(output_ids, [])
         tokens = self.matcher.compute_ff_tokens() if self._is_within_limits() else []
         if self.matcher.is_error():
             self._restart()

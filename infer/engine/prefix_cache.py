@@ -28,14 +28,14 @@ BlockTensors = list[torch.Tensor]
 class PrefixCacheBlock:
     """The KV cache entries of target and drafter at PREFIX_CACHE_BLOCK_TOKENS positions."""
 
-    number: int  # unique number of the block, which is part of the next block's key
-    target: BlockTensors
-    drafter: BlockTensors
+    block_id: int  # unique number of the block, which is part of the next block's key
+    target_tensors: BlockTensors
+    drafter_tensors: BlockTensors
 
     @property
     def bytes(self) -> int:
         """Return the memory that the block takes, in bytes."""
-        return sum(tensor.nbytes for tensor in (*self.target, *self.drafter))
+        return sum(tensor.nbytes for tensor in (*self.target_tensors, *self.drafter_tensors))
 
 
 class PrefixCache:
@@ -50,7 +50,7 @@ class PrefixCache:
         # sequence, the last block comes first.
         self.blocks: OrderedDict[BlockKey, PrefixCacheBlock] = OrderedDict()
 
-    def find(self, ids: list[int]) -> tuple[list[PrefixCacheBlock], BlockKey | None]:
+    def find_prefix(self, ids: list[int]) -> tuple[list[PrefixCacheBlock], BlockKey | None]:
         """Return the cached blocks that match the beginning of a sequence, and the key of the first
         block that is not cached.
 
@@ -59,7 +59,7 @@ class PrefixCache:
         """
         path = self._find_path(ids)
         blocks = [self.blocks[key] for key in path]
-        last_number = blocks[-1].number if blocks else 0
+        last_number = blocks[-1].block_id if blocks else 0
         return blocks, make_block_key(ids, len(path), last_number)
 
     def insert(
@@ -75,7 +75,7 @@ class PrefixCache:
         self._mark_as_used(path)
 
         in_use = set(path)
-        number = self.blocks[path[-1]].number if path else 0
+        number = self.blocks[path[-1]].block_id if path else 0
         key = make_block_key(ids, len(path), number)
         while key is not None:
             self.num_created += 1
@@ -87,7 +87,7 @@ class PrefixCache:
             self.bytes += block.bytes
             path.append(key)
             in_use.add(key)
-            key = make_block_key(ids, len(path), block.number)
+            key = make_block_key(ids, len(path), block.block_id)
         self._mark_as_used(path)
 
     def _mark_as_used(self, path: list[BlockKey]) -> None:
@@ -112,18 +112,18 @@ class PrefixCache:
         key = make_block_key(ids, 0, 0)
         while key is not None and key in self.blocks:
             path.append(key)
-            key = make_block_key(ids, len(path), self.blocks[key].number)
+            key = make_block_key(ids, len(path), self.blocks[key].block_id)
         return path
 
 
-def make_block_key(ids: list[int], index: int, previous_number: int) -> BlockKey | None:
+def make_block_key(ids: list[int], index: int, previous_block_id: int) -> BlockKey | None:
     """Return the key of block `index` of a sequence, or None if the sequence has too few tokens for
     this block and the token after it.
 
-    `previous_number` is the number of the previous block, or 0 if there is none.
+    `previous_block_id` is the number of the previous block, or 0 if there is none.
     """
     start = index * PREFIX_CACHE_BLOCK_TOKENS
     tokens = tuple(ids[start : start + PREFIX_CACHE_BLOCK_TOKENS + 1])
     if len(tokens) < PREFIX_CACHE_BLOCK_TOKENS + 1:
         return None
-    return previous_number, tokens
+    return previous_block_id, tokens

@@ -57,14 +57,14 @@ def make_proposal(
         transform = make_score_transform(sampling.tensors, noise, seen)
         conditionals = ConditionalDraft(drafter, target, bonus, block, transform)
     return Proposal(
-        bonus=bonus,
+        bonus_tokens=bonus,
         marginals=apply_sampling_to_marginals(
             block.marginals, sampling.tensors, noise, seen
         ),  # (B, draft_length, vocab_size)
         budget=num_nodes,
         ngram=ngram_model,
         contexts=contexts,
-        weight=DDTREE_NGRAM_WEIGHT,
+        ngram_weight=DDTREE_NGRAM_WEIGHT,
         width=options.width,
         eos_token_ids=target.eos_token_ids,
         conditionals=conditionals,

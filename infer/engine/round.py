@@ -28,7 +28,7 @@ from infer.engine.verification import (
     SamplingBatch,
     choose_tokens,
     choose_tokens_on_host,
-    select_host_rows,
+    select_host_sequences,
     walk,
 )
 from infer.targets.target import Features
@@ -63,19 +63,20 @@ class RoundPlan:
     prune: Callable[[DraftTree], DraftTree] = lambda tree: tree
     # Rebuilds the trees of sequences with a grammar, on the host. None if no sequence has a
     # grammar.
-    constrain: Callable[[DraftTree, Proposal], DraftTree] | None = None
+    constrain_to_grammars: Callable[[DraftTree, Proposal], DraftTree] | None = None
     # The sequence of every batch row, if the host chooses tokens of some rows. Empty if the device
     # chooses all tokens.
     sequences: abc.Sequence[Sequence] = ()
     # whether `packed_outcomes` contains the nodes' log-probabilities
-    returns_log_probs: bool = False
+    returns_node_log_probs: bool = False
 
 
 class DraftedTrees(NamedTuple):
     """The result of `draft_trees`: the draft trees before pruning and verification."""
 
     sampling: SamplingBatch
-    # the drafter's output; None unless `RoundPlan.constrain` needs it, because it takes much memory
+    # the drafter's output; None unless `RoundPlan.constrain_to_grammars` needs it, because it takes
+    # much memory
     proposal: Proposal | None
     full_tree: DraftTree  # the draft trees with all nodes, before pruning
 
@@ -91,13 +92,13 @@ class VerifiedTrees(NamedTuple):
 
 class RoundResult(NamedTuple):
     """The result of a round, which is already committed on the device. The caller must call
-    `BatchState.note_lengths` next."""
+    `BatchState.record_committed_counts` next."""
 
     tree: DraftTree
     accepted: AcceptedPath
     packed_outcomes: torch.Tensor  # what the host needs, as one tensor; see `pack_outcomes`
     # number of nodes per batch row whose log-probabilities are in `packed_outcomes`
-    num_log_probs: int
+    num_node_log_probs: int
 
 
 def run_round(
@@ -114,13 +115,13 @@ def run_round(
     """
     drafted = run_stage("draft", partial(draft_trees, state, plan, lap))
 
-    if plan.constrain is not None:
-        constrained_tree = plan.constrain(drafted.full_tree, drafted.proposal)
+    if plan.constrain_to_grammars is not None:
+        constrained_tree = plan.constrain_to_grammars(drafted.full_tree, drafted.proposal)
         overwrite_tree(drafted.full_tree, constrained_tree)
         drafted = drafted._replace(proposal=None)
 
     is_captured = bool(state.cache.padded_batch_size)
-    host_sequences = select_host_rows(
+    host_sequences = select_host_sequences(
         plan.sequences, drafted.full_tree, drafted.sampling, is_captured
     )
     # On the device, choose tokens unless the host will choose them for all rows.
@@ -149,13 +150,13 @@ def draft_trees(state: BatchState, plan: RoundPlan, lap: Callable[[str], None]) 
     lap("draft")
 
     tree = plan.build_trees(proposal)
-    if plan.constrain is None:
+    if plan.constrain_to_grammars is None:
         return DraftedTrees(sampling, None, tree)
     conditionals = proposal.conditionals
     if conditionals is not None and not conditionals.recurrent:
         # Compute the table now: it is computed on first access, and must become part of this
         # stage's CUDA graph.
-        _ = conditionals.table
+        _ = conditionals.candidate_log_probs
     return DraftedTrees(sampling, proposal, tree)
 
 
@@ -183,7 +184,7 @@ def verify_trees(
     """
     target = state.target
     tree = plan.prune(drafted.full_tree)
-    ancestors = tree.ancestors()  # (B, num_nodes, num_nodes)
+    ancestors = tree.build_ancestor_mask()  # (B, num_nodes, num_nodes)
     lap("build")
 
     features = target.verify(tree, ancestors, state.cache, state.feature_layers)
@@ -209,7 +210,7 @@ def commit_round(
         max_length = int(accepted.lengths.max())
         accepted = replace(accepted, path=accepted.path[:, :max_length])
 
-    log_probs = drafted.full_tree.log_probs if plan.returns_log_probs else None
+    log_probs = drafted.full_tree.log_probs if plan.returns_node_log_probs else None
     num_logprobs = drafted.sampling.tensors.kind.num_logprobs
     packed_outcomes = pack_outcomes(
         state.target,

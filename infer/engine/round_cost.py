@@ -54,10 +54,10 @@ class Calibration:
 
     # numbers of positions (a root and drafted nodes) that were timed, ascending
     positions: tuple[int, ...]
-    seconds: tuple[float, ...]  # entry i: seconds of a target pass over positions[i] positions
+    pass_seconds: tuple[float, ...]  # entry i: seconds of a target pass over positions[i] positions
     draft_seconds: float  # seconds of drafting for one batch row and building the tree
 
-    def cost(self, positions: int, drafts: bool = True) -> float:
+    def estimate_round_seconds(self, positions: int, drafts: bool = True) -> float:
         """Estimate the seconds of a round. `positions` is the number of positions that the target
         pass computes, in all batch rows together. `drafts` tells whether the round drafts.
 
@@ -68,8 +68,8 @@ class Calibration:
         index = min(max(1, index), len(self.positions) - 1)
         left = self.positions[index - 1]
         right = self.positions[index]
-        slope = (self.seconds[index] - self.seconds[index - 1]) / (right - left)
-        pass_seconds = self.seconds[index - 1] + slope * (positions - left)
+        slope = (self.pass_seconds[index] - self.pass_seconds[index - 1]) / (right - left)
+        pass_seconds = self.pass_seconds[index - 1] + slope * (positions - left)
         return pass_seconds + (self.draft_seconds if drafts else 0.0)
 
 
@@ -93,15 +93,15 @@ def calibrate(
     tokens = torch.tensor([prompt], device=target.device)
     bonus = torch.tensor([0], device=target.device)
     with draft_state.add(1) as new_row:
-        drafter.update_context(target, features.context, tokens, [context_length], new_row)
+        drafter.update_context(target, features.layer_features, tokens, [context_length], new_row)
 
     def draft(num_nodes: int) -> DraftTree:
-        context = features.context[:, :2]
+        context = features.layer_features[:, :2]
         drafter.update_context(target, context, tokens[:, :2], [2], draft_state)
         return build_ddtree(draft_proposal(drafter, target, bonus, draft_state, num_nodes))
 
     def verify(tree: DraftTree) -> None:
-        features = target.verify(tree, tree.ancestors(), cache, drafter.layer_ids)
+        features = target.verify(tree, tree.build_ancestor_mask(), cache, drafter.layer_ids)
         argmax_tokens(target, features.last_hidden_states)
 
     tree = draft(CANDIDATE_DRAFTED_NODE_COUNTS[-1])
@@ -167,7 +167,7 @@ class RoundCostTable:
         count."""
         if rows not in self._calibrated_costs:
             costs = [
-                self.calibration.cost(rows * (count + 1), drafts=count > 0)
+                self.calibration.estimate_round_seconds(rows * (count + 1), drafts=count > 0)
                 for count in self.node_counts
             ]
             self._calibrated_costs[rows] = np.array(costs)

@@ -57,12 +57,12 @@ def pack_outcomes(
     return torch.cat([column.double() for column in columns], 1)
 
 
-def unpack_outcome(values: list[float], path_width: int, num_log_probs: int) -> RowOutcome:
+def unpack_outcome(values: list[float], path_width: int, num_node_log_probs: int) -> RowOutcome:
     """Convert one row of the result of `pack_outcomes` to a `RowOutcome`.
 
     values: the row, as a list of numbers
     path_width: the padded length of the path
-    num_log_probs: number of columns with the drafter's log-probabilities of nodes
+    num_node_log_probs: number of columns with the drafter's log-probabilities of nodes
     """
     length = int(values[0])
     bonus = int(values[1])
@@ -71,7 +71,7 @@ def unpack_outcome(values: list[float], path_width: int, num_log_probs: int) -> 
     path_tokens = [int(value) for value in values[2:tokens_end]]
     path = [int(value) for value in values[tokens_end:path_end]]
 
-    log_probs_end = path_end + num_log_probs
+    log_probs_end = path_end + num_node_log_probs
     node_log_probs = values[path_end:log_probs_end]
 
     logprobs_size = (len(values) - log_probs_end) // path_width

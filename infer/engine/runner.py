@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from infer.config import EngineConfig, TextOptions
+from infer.config import EngineConfig, SamplingOptions
 from infer.drafters.base import Drafter
 from infer.engine.batch_state import BatchState, PrefillBatch
 from infer.engine.budget import NodeBudget
@@ -103,7 +103,7 @@ class Runner:
         self.stopwatch = stopwatch
         self.allocate = allocate
         self.vocab_size = target.vocab_size
-        self.method = options.tree
+        self.method = options.tree_method
         self.build_tree = self.method.load_builder()
         # number of positions that the drafter predicts after the bonus token
         self.draft_length = 0 if drafter is None else drafter.block_size - 1
@@ -139,7 +139,7 @@ class Runner:
     def create_sequence(
         self,
         prompt: list[int],
-        options: TextOptions,
+        options: SamplingOptions,
         processors: abc.Sequence[LogitsProcessor] = (),
     ) -> Sequence:
         """Return a new sequence for the scheduler's queue."""
@@ -172,7 +172,7 @@ class Runner:
         """
         if self.prefix_cache is None:
             return None
-        sequence.prefix_blocks, uncached_key = self.prefix_cache.find(sequence.token_ids)
+        sequence.prefix_blocks, uncached_key = self.prefix_cache.find_prefix(sequence.token_ids)
         sequence.cached_length = PREFIX_CACHE_BLOCK_TOKENS * len(sequence.prefix_blocks)
         return uncached_key
 
@@ -200,7 +200,7 @@ class Runner:
         accepted, packed_outcomes = self._choose_first_tokens(sequences, last_hidden)
         state.set_bonus_tokens(rows, accepted.bonus)
         for sequence, values in zip(sequences, packed_outcomes.tolist(), strict=True):
-            outcome = unpack_outcome(values, path_width=1, num_log_probs=0)
+            outcome = unpack_outcome(values, path_width=1, num_node_log_probs=0)
             append_logprobs(sequence, outcome.token_logprobs)
             sequence.append(outcome.tokens, self.target)
             if len(sequence.commits) > 1:  # the sequence had output before it was prefilled again
@@ -221,7 +221,7 @@ class Runner:
         root_positions = torch.tensor(last_positions, device=device)
         last_tokens = [sequence.token_ids[-1] for sequence in sequences]
         tree = make_root_trees(torch.tensor(last_tokens, device=device))
-        ancestors = tree.ancestors()
+        ancestors = tree.build_ancestor_mask()
         sampling = make_sampling_batch(target, sequences, root_positions, max_depth=0)
 
         tokens = choose_tokens(target, tree, ancestors, last_hidden, sampling)
@@ -252,10 +252,10 @@ class Runner:
 
         path_width = result.accepted.path.shape[1]
         outcomes = [
-            unpack_outcome(values, path_width, result.num_log_probs)
+            unpack_outcome(values, path_width, result.num_node_log_probs)
             for values in self._copy_to_host(result.packed_outcomes[: len(sequences)])
         ]
-        self.batch_state.note_lengths([len(outcome.tokens) for outcome in outcomes])
+        self.batch_state.record_committed_counts([len(outcome.tokens) for outcome in outcomes])
         drafted_counts = result.tree.drafted_counts
         for row, (sequence, outcome) in enumerate(zip(sequences, outcomes, strict=True)):
             self._append_outcome(sequence, outcome, drafted_counts[row], result.tree, row)
@@ -264,7 +264,7 @@ class Runner:
         seconds = self.stopwatch.clock() - start
         paths = [outcome.path for outcome in outcomes]
         node_log_probs = None
-        if result.num_log_probs:
+        if result.num_node_log_probs:
             node_log_probs = [outcome.node_log_probs for outcome in outcomes]
         self.budget.record_round(seconds, drafted_counts, paths, node_log_probs)
         self.stopwatch.lap("commit")
@@ -279,7 +279,7 @@ class Runner:
         sequence.drafted.append(num_drafted)
         sequence.accepted.append(len(outcome.path))
         sequence.stats.rounds += 1
-        if sequence.trace:
+        if sequence.records_rejected:
             last_node = outcome.path[-1] if outcome.path else 0
             sequence.rejected.append(find_rejected_path(tree, row, last_node))
 
@@ -324,10 +324,10 @@ class Runner:
         )
 
         def run_stage(stage: str, function: abc.Callable[[], Any]) -> Any:
-            key = GraphKey(stage, rows, num_nodes, kind, plan.constrain is not None)
+            key = GraphKey(stage, rows, num_nodes, kind, plan.constrain_to_grammars is not None)
             return self.graphs.run(key, function)
 
-        with self.batch_state.fix_rows(rows):
+        with self.batch_state.pad_batch(rows):
             if needs_host:
                 return run_round(self.batch_state, plan, run_stage=run_stage)
             return run_stage("round", partial(run_round, self.batch_state, plan))
@@ -378,17 +378,19 @@ class Runner:
             draft,
             self.build_tree,
             prune,
-            self._make_constrain(sequences),
+            self._make_grammar_constraint(sequences),
             sequences,
             returns_log_probs,
         )
 
-    def _make_constrain(
+    def _make_grammar_constraint(
         self, sequences: abc.Sequence[Sequence]
     ) -> abc.Callable[[DraftTree, Proposal], DraftTree] | None:
         """Return a function that rebuilds the trees of sequences with a grammar. Return None if no
         sequence has a grammar, or if the tree method does not rank nodes by probability."""
-        if not self.method.ranked or all(sequence.grammar is None for sequence in sequences):
+        if not self.method.sorts_nodes_by_probability or all(
+            sequence.grammar is None for sequence in sequences
+        ):
             return None
         return partial(constrain_to_grammars, sequences, self.method)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from infer.config import TextOptions
+from infer.config import SamplingOptions
 
 # Tensors with a vocabulary dimension are processed in chunks of at least this many values. On a CPU
 # a chunk is small enough for the cache. On a GPU chunks are large, because the number of kernel
@@ -54,7 +54,7 @@ class SamplingKind:
     num_logprobs: int | None = None
 
     @classmethod
-    def from_options(cls, rows: Sequence[TextOptions], vocab_size: int) -> "SamplingKind":
+    def from_options(cls, rows: Sequence[SamplingOptions], vocab_size: int) -> "SamplingKind":
         """Return the kind of a batch. `rows` has the options of every batch row."""
         sampled_rows = [row for row in rows if row.temperature > 0]
         top_ks = [row.top_k for row in sampled_rows if row.top_k < vocab_size]
@@ -95,7 +95,7 @@ class SamplingTensors:
 
     @classmethod
     def from_options(
-        cls, rows: Sequence[TextOptions], vocab_size: int, device: torch.device
+        cls, rows: Sequence[SamplingOptions], vocab_size: int, device: torch.device
     ) -> "SamplingTensors":
         """Copy the sampling options of a batch to the device. `rows` has the options of every batch
         row."""
@@ -224,18 +224,25 @@ def iterate_chunks(
 
 
 def make_round_noise(
-    sampling: SamplingTensors, start: torch.Tensor, steps: int, tokens: int | torch.Tensor
+    sampling: SamplingTensors,
+    previous_positions: torch.Tensor,
+    num_positions: int,
+    tokens: int | torch.Tensor,
 ) -> torch.Tensor | None:
-    """Return the Gumbel noise for the `steps` positions after position `start` of each batch row,
-    (B, steps, num_tokens). Return None if all rows are greedy; in a mixed batch, the noise of
-    greedy rows is 0.
+    """Return the Gumbel noise for the `num_positions` positions after position `previous_positions`
+    of each batch row, (B, steps, num_tokens). Return None if all rows are greedy; in a mixed batch,
+    the noise of greedy rows is 0.
 
-    `start` (B,) are absolute positions. `tokens` is the vocabulary size, or a tensor (num_tokens,)
-    of token ids.
+    `previous_positions` (B,) are absolute positions. `tokens` is the vocabulary size, or a tensor
+    (num_tokens,) of token ids.
     """
     if not sampling.kind.uses_sampling:
         return None
-    positions = start[:, None] + 1 + torch.arange(steps, device=start.device)
+    positions = (
+        previous_positions[:, None]
+        + 1
+        + torch.arange(num_positions, device=previous_positions.device)
+    )
     noise = gumbel_noise(sampling.columns["seed"], positions, tokens)
     return noise.mul_(sampling["sampled"])
 
@@ -346,7 +353,7 @@ def sample_tokens(
 
 def apply_sampling_to_scores(
     scores: torch.Tensor,
-    slots: slice | torch.Tensor,
+    position_indices: slice | torch.Tensor,
     sampling: SamplingTensors,
     noise: torch.Tensor | None,
     seen: torch.Tensor | None,
@@ -355,7 +362,7 @@ def apply_sampling_to_scores(
     vocab_size). The drafter then predicts the token that the target will choose with this noise.
     The output stays lossless, because the target verifies all drafted tokens.
 
-    slots: indices of the scored positions among all drafted positions
+    position_indices: indices of the scored positions among all drafted positions
     noise: (B, number of drafted positions, vocab_size); None if no row is sampled
     seen: (B, 1, vocab_size) bool, tokens to which the repetition penalty applies; None if no row
         has a penalty
@@ -363,7 +370,7 @@ def apply_sampling_to_scores(
     scores = adjust_logits(scores, sampling, seen)
     if noise is None:
         return scores
-    return scores.add_(noise[:, slots])
+    return scores.add_(noise[:, position_indices])
 
 
 def apply_sampling_to_marginals(

@@ -25,10 +25,10 @@ MAX_ADMISSION_DELAY_IN_PREFILLS = 8
 class Scheduler:
     """Holds the queue of an engine, and decides what each step computes.
 
-    In a step the target computes at most `positions` positions (option max_num_batched_tokens; None
-    means no limit). They are shared between the trees of running sequences and chunks of prompts,
-    so large batches get small trees. A position after a long context counts as more than one, see
-    `_position_cost`.
+    In a step the target computes at most `max_batched_positions` positions (option
+    max_num_batched_tokens; None means no limit). They are shared between the trees of running
+    sequences and chunks of prompts, so large batches get small trees. A position after a long
+    context counts as more than one, see `_position_cost`.
 
     Two waiting sequences may begin with the same block of tokens that is not in the prefix cache
     yet. They are not prefilled together: the second sequence waits, and then uses the block that
@@ -39,7 +39,7 @@ class Scheduler:
         self.runner = runner
         self.budget = runner.budget
         self.rows = runner.options.max_num_seqs
-        self.positions = runner.options.max_num_batched_tokens
+        self.max_batched_positions = runner.options.max_num_batched_tokens
         # maximum number of running sequences; lowered after an exception
         self.max_running = self.rows
         self.waiting: deque[Sequence] = deque()
@@ -79,13 +79,13 @@ class Scheduler:
         self.prefill_allowance = math.inf
         self.prefill_cost = 0.0
         running = [sequence for sequence in self.running if sequence.finish_reason is None]
-        if running and self.positions is not None:
+        if running and self.max_batched_positions is not None:
             tree_positions = min(self.max_tree_positions(running, 1), self.budget.last_nodes + 1)
             tree_cost = (
                 len(running) * tree_positions * self._position_cost(max_context_length(running))
             )
             self.prefill_allowance = max(
-                min(self.positions - tree_cost, self.positions * 2 / 3),
+                min(self.max_batched_positions - tree_cost, self.max_batched_positions * 2 / 3),
                 tree_cost / 2,
                 # A prefill always launches its kernels one by one. If rounds run as CUDA graphs,
                 # this many prefill positions take about as long as one.
@@ -119,7 +119,7 @@ class Scheduler:
         if self.prefill_allowance <= 0 or not (self.prefilling or self.can_admit):
             return 0
         if not self.prefilling:
-            count = self._count_admitted()
+            count = self._count_sequences_to_admit()
             self.prefilling = [self.waiting.popleft() for _ in range(count)]
             self.prefilled_positions = 0
 
@@ -154,10 +154,10 @@ class Scheduler:
         the remaining thirds, at least one.
         """
         full_tree = self.budget.max_nodes + 1
-        if self.positions is None:
+        if self.max_batched_positions is None:
             return full_tree
         position_cost = self._position_cost(max_context_length(running))
-        limit = max(self.positions, full_tree * position_cost)
+        limit = max(self.max_batched_positions, full_tree * position_cost)
         free_thirds = max(1, 3 - math.ceil(3 * prefill_cost / limit))
         all_rows = int(limit * free_thirds / 3 / position_cost)
         per_row = all_rows >> (len(running) - 1).bit_length()
@@ -243,7 +243,7 @@ class Scheduler:
             sequence.cached_length for sequence in self.prefilling
         )
 
-    def _count_admitted(self) -> int:
+    def _count_sequences_to_admit(self) -> int:
         """Return how many sequences at the front of the queue are prefilled together.
 
         Each needs a free batch row. All their prompts, padded to the longest, must fit into

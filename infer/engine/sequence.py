@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import numpy as np
 import torch
 
-from infer.config import TextOptions
+from infer.config import SamplingOptions
 from infer.engine.detokenize import completes_stop_string
 from infer.engine.grammar import GrammarState, make_grammar_state
 from infer.engine.prefix_cache import PrefixCacheBlock
@@ -100,7 +100,7 @@ class Sequence:
     finished."""
 
     prompt: list[int]
-    options: TextOptions
+    options: SamplingOptions
     # Hugging Face logits processors. They are applied before the penalty, temperature and filters
     # of `options`.
     processors: abc.Sequence[LogitsProcessor] = ()
@@ -116,9 +116,9 @@ class Sequence:
     # One entry per output token if `options.logprobs` is set, otherwise empty.
     logprobs: list[TokenLogprob] = field(default_factory=list)
     # For each round: the tokens of the likeliest path that the target rejected. Recorded only if
-    # `trace` is true.
+    # `records_rejected` is true.
     rejected: list[list[int]] = field(default_factory=list)
-    trace: bool = False
+    records_rejected: bool = False
     # Why the output ended: "stop" (an end token or a stop string), "loop" (endless repetition),
     # "length" or "cancelled". None while the sequence is unfinished.
     finish_reason: str | None = None
@@ -176,7 +176,7 @@ class Sequence:
         self.commits.append(len(self.ids) - old_length)
 
 
-def check_options(options: TextOptions, target: Target) -> None:
+def check_options(options: SamplingOptions, target: Target) -> None:
     """Raise ValueError if the options are invalid or this target does not support them."""
     options.check()
     if options.stop and target.tokenizer is None:
@@ -187,7 +187,9 @@ def check_options(options: TextOptions, target: Target) -> None:
     make_grammar_state(options, target)
 
 
-def check_prompt(prompt: list[int], options: TextOptions, capacity: int, vocab_size: int) -> None:
+def check_prompt(
+    prompt: list[int], options: SamplingOptions, capacity: int, vocab_size: int
+) -> None:
     """Raise ValueError if the prompt is empty, contains token ids outside the vocabulary, or is too
     long: prompt and `options.max_new_tokens` together may have at most `capacity` tokens."""
     if not prompt:
@@ -208,7 +210,7 @@ def check_prompt(prompt: list[int], options: TextOptions, capacity: int, vocab_s
 
 
 def find_sequence_end(
-    ids: list[int], first: int, options: TextOptions, target: Target
+    ids: list[int], first: int, options: SamplingOptions, target: Target
 ) -> tuple[int, str] | None:
     """Find out whether an output ends at output token `first` or a later one. Earlier tokens were
     checked before.

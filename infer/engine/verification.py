@@ -173,7 +173,7 @@ def find_seen_with_offset(find_seen: SeenTokensLookup, first: int, nodes: slice)
     return find_seen(slice(nodes.start + first, nodes.stop + first))
 
 
-def select_host_rows(
+def select_host_sequences(
     sequences: abc.Sequence[Sequence], tree: DraftTree, sampling: SamplingBatch, is_captured: bool
 ) -> dict[int, Sequence]:
     """Return the sequences whose tokens are chosen on the host. Keys are batch rows, values are
@@ -330,7 +330,7 @@ def walk(
         lengths = torch.ones_like(tree.parents[:, 0])
         return AcceptedPath(tree.parents, lengths, target_tokens[:, 0])
     if ancestors is None:
-        ancestors = tree.ancestors()
+        ancestors = tree.build_ancestor_mask()
 
     match = tree.tokens == target_tokens.gather(1, tree.parents)  # (B, num_nodes)
     match[:, 0] = True

@@ -23,7 +23,7 @@ from infer.evaluation.results import (
     read_result,
 )
 from infer.formats.folders import find_drafter_folder
-from infer.targets.target import Target, number_format_name
+from infer.targets.target import Target, weight_format_name
 
 ACCEPTANCE_REFERENCE_FILE_NAME = "acceptance.json"  # file in the folder of an exported drafter
 MAX_ACCEPTANCE_REFERENCE_ANSWER_TOKENS = 64
@@ -93,7 +93,7 @@ def build_reference(
     if not answers:
         return None
     return AcceptanceReference(
-        dtype=number_format_name(target),
+        dtype=weight_format_name(target),
         block_size=drafter.block_size,
         acceptance=AcceptanceCounts.pool(counts_by_answer),
         answers=answers,

@@ -18,7 +18,7 @@ from infer.evaluation.tables import format_headline, format_method_table
 from infer.evaluation.templates import render_template
 from infer.formats.compatibility import check_engines
 from infer.formats.folders import find_drafter_folder, open_drafter_folder
-from infer.formats.layouts import read_layout
+from infer.formats.layouts import parse_drafter_config
 from infer.utils.files import atomic_write
 from infer.utils.renamed_options import translate_saved_config
 
@@ -77,7 +77,7 @@ def write_card(checkpoint: str | Path, out: Path, license: str | None, base_mode
         atomic_write(out / CHART_FILE_NAME, render_charts(build_budget_charts({"": evaluation})))
 
     base = parse_hub_name(base_model)
-    block_size = reading.options["block_size"]
+    block_size = reading.config_kwargs["block_size"]
     starts_at_anchor = bool(reading.family_config.get("sample_from_anchor"))
     card = render_template(
         "card.md.j2",
@@ -93,11 +93,11 @@ def write_card(checkpoint: str | Path, out: Path, license: str | None, base_mode
         picture=CHART_FILE_NAME,
         reference=reference,
         reference_file=ACCEPTANCE_REFERENCE_FILE_NAME,
-        chat_template_kwargs=json.dumps(reading.options.get("chat_template_kwargs", {})),
+        chat_template_kwargs=json.dumps(reading.config_kwargs.get("chat_template_kwargs", {})),
         run=run_config,
         sources=run_config and "; ".join(dict.fromkeys(describe_data(run_config["data"]))),
         init=run_config and describe_initial_drafter(run_config),
-        recipe=run_config and list_recipe(run_config, step_folder),
+        recipe=run_config and list_training_options(run_config, step_folder),
         engines=" ".join(list_compatible_engines(out)),
         method="dspark"
         if reading.family_config.get("markov_rank")
@@ -113,8 +113,8 @@ def read_exported_config(out: Path) -> ParsedConfig:
 
     Raises ValueError if it cannot be read.
     """
-    reading = read_layout(open_drafter_folder(out))
-    if reading.problems or not reading.options:
+    reading = parse_drafter_config(open_drafter_folder(out))
+    if reading.problems or not reading.config_kwargs:
         problems = "; ".join(reading.problems) or "config.json cannot be read"
         raise ValueError(f"{out} contains no readable drafter ({problems}): export it again")
     return reading
@@ -181,14 +181,14 @@ def build_front_matter(
         base_model=base,
         datasets=datasets or None,
         # AutoModel of transformers can load a drafter only in the format of transformers.
-        library_name="transformers" if reading.layout == "transformers" else None,
+        library_name="transformers" if reading.layout_name == "transformers" else None,
         license=license and license.lower(),
         pipeline_tag="text-generation",
         tags=["speculative-decoding", "block-diffusion", "draft-model", family],
     ).to_yaml()
 
 
-def list_recipe(run_config: dict, step_folder: Path) -> list[tuple[str, object]]:
+def list_training_options(run_config: dict, step_folder: Path) -> list[tuple[str, object]]:
     """Return (name, value) of each training option that the card shows, and of the step number.
 
     A run can limit minutes, steps and epochs. Only the limit that took effect is returned:

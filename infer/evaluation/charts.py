@@ -33,7 +33,7 @@ LINE_COLOURS = [
     row.colour for row in TREE_METHODS.values() if row.needs_drafter and row.in_evaluations
 ]
 # Keys are labels of the y axis. Values are functions MethodResult -> (value, confidence interval).
-BUDGET_CURVES = {
+METRICS_BY_Y_LABEL = {
     "τ, tokens per round": lambda method: (method.tau, method.tau_interval),
     "speedup over the baseline": lambda method: (method.speedup, method.speedup_interval),
 }
@@ -167,7 +167,7 @@ def build_budget_charts(evaluations: Mapping[str, Evaluation]) -> list[Chart]:
         name ""
     """
     charts = []
-    for y_label in BUDGET_CURVES:
+    for y_label in METRICS_BY_Y_LABEL:
         lines = []
         for i, (name, evaluation) in enumerate(evaluations.items()):
             lines += build_budget_lines(evaluation, y_label, name, i)
@@ -184,7 +184,7 @@ def build_budget_lines(
     A method without a node budget has a horizontal line. Lines of baseline decoding, which does not
     depend on the drafter, are returned for the first drafter only.
 
-    y_label: label of the y axis, which selects the shown metric from BUDGET_CURVES
+    y_label: label of the y axis, which selects the shown metric from METRICS_BY_Y_LABEL
     drafter_name: name of the drafter in the legend
     drafter_index: position of the drafter in the chart; the first drafter has 0
     """
@@ -205,7 +205,7 @@ def build_budget_lines(
         row = methods[0].tree_method
         if drafter_index > 0 and not row.needs_drafter:
             continue
-        values, all_intervals = zip(*map(BUDGET_CURVES[y_label], methods), strict=True)
+        values, all_intervals = zip(*map(METRICS_BY_Y_LABEL[y_label], methods), strict=True)
         intervals = [
             interval if method.rounds >= MIN_ROUNDS_FOR_ERROR_BAR else None
             for method, interval in zip(methods, all_intervals, strict=True)

@@ -46,7 +46,7 @@ from infer.evaluation.results import (
     find_tree_method,
 )
 from infer.evaluation.samples import collect_samples
-from infer.targets.target import Target, number_format_name
+from infer.targets.target import Target, weight_format_name
 
 SHORT_EVALUATION_STRIDE = 4  # checkpoints before the last one decode every fourth prompt
 
@@ -134,7 +134,7 @@ def build_prompt_sets(
     return prompt_sets
 
 
-def shorten_prompt_set(prompt_set: PromptSet) -> PromptSet:
+def subsample_prompt_set(prompt_set: PromptSet) -> PromptSet:
     """Return the prompt set with a quarter of its prompts and a quarter of its time limit.
 
     All checkpoints of a training run except the last one are evaluated with this smaller set.
@@ -318,7 +318,7 @@ def summarise_prompt_set(
     return Evaluation(
         target=model.name,
         device=describe_device(model.device),
-        dtype=number_format_name(model),
+        dtype=weight_format_name(model),
         prompts=len(baseline.sequences),
         max_new_tokens=prompt_set.config.max_new_tokens,
         temperature=prompt_set.config.temperature,

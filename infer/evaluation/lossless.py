@@ -8,7 +8,7 @@ either token may be chosen. Such a difference is called a tie. Any other differe
 
 import torch
 
-from infer.config import TextOptions
+from infer.config import SamplingOptions
 from infer.engine.grammar import make_grammar_state
 from infer.engine.sampling import SamplingTensors, make_round_noise, mark_seen_tokens, sample_tokens
 from infer.targets.target import Target
@@ -20,7 +20,7 @@ LOSSLESS_CHECK_ONE_BY_ONE_POSITIONS = 8
 
 
 def classify_difference(
-    target: Target, prompt: list[int], ids: list[int], expected: list[int], options: TextOptions
+    target: Target, prompt: list[int], ids: list[int], expected: list[int], options: SamplingOptions
 ) -> str | None:
     """Compare an output with the output of baseline decoding, and classify the first difference.
 
@@ -51,13 +51,13 @@ def classify_difference(
     grammar = make_grammar_state(options, target)
     if grammar is not None:
         logits = grammar.mask_scores(logits[0], ids[:index], [])[None]
-    choice = TargetChoice(logits, len(prefix) - 1, prefix, options)
+    choice = TargetTokenChooser(logits, len(prefix) - 1, prefix, options)
     if choice.is_possible(ids[index], rounding) and choice.is_possible(expected[index], rounding):
         return "tie"
     return "defect"
 
 
-class TargetChoice:
+class TargetTokenChooser:
     """Chooses a token at one position, from the target's logits or from perturbed logits.
 
     logits: the target's logits at the position, of shape (1, 1, vocab_size)
@@ -66,7 +66,7 @@ class TargetChoice:
     """
 
     def __init__(
-        self, logits: torch.Tensor, position: int, prefix: list[int], options: TextOptions
+        self, logits: torch.Tensor, position: int, prefix: list[int], options: SamplingOptions
     ) -> None:
         vocabulary_size = logits.shape[-1]
         device = logits.device
@@ -87,31 +87,31 @@ class TargetChoice:
         depth = torch.zeros(1, 1, dtype=torch.long, device=self.logits.device)
         return int(sample_tokens(self.logits + shift, depth, self.sampling, self.noise, self.seen))
 
-    def is_possible(self, token: int, rounding: float) -> bool:
-        """Return whether `token` can be chosen if every logit changes by at most `rounding`.
+    def is_possible(self, token: int, max_logit_error: float) -> bool:
+        """Return whether `token` can be chosen if every logit changes by at most `max_logit_error`.
 
         Two changes are tried. The first raises the logit of `token` and lowers all others. The
         second helps if top-p would otherwise exclude `token`: it lowers all more likely tokens and
         the token that is chosen without a change, and raises the rest.
         """
-        token_up = torch.full_like(self.logits, -rounding)
-        token_up[..., token] = rounding
+        token_up = torch.full_like(self.logits, -max_logit_error)
+        token_up[..., token] = max_logit_error
         likelier_down = torch.where(
-            self.logits > self.logits[..., token, None], -rounding, rounding
+            self.logits > self.logits[..., token, None], -max_logit_error, max_logit_error
         )
-        likelier_down[..., self.choose_token()] = -rounding
-        likelier_down[..., token] = rounding
+        likelier_down[..., self.choose_token()] = -max_logit_error
+        likelier_down[..., token] = max_logit_error
         return token in (self.choose_token(token_up), self.choose_token(likelier_down))
 
 
 @torch.no_grad()
-def compute_last_logits(target: Target, ids: list[int], single_positions: int) -> torch.Tensor:
+def compute_last_logits(target: Target, ids: list[int], num_one_by_one: int) -> torch.Tensor:
     """Return the target's logits after the last token, in float32, of shape (1, 1, vocab_size).
 
-    single_positions: number of last tokens with a forward pass each. The tokens before them are
+    num_one_by_one: number of last tokens with a forward pass each. The tokens before them are
         processed in chunks
     """
-    chunked = max(0, len(ids) - single_positions)
+    chunked = max(0, len(ids) - num_one_by_one)
     starts = [*range(0, chunked, LOSSLESS_CHECK_CHUNK_POSITIONS), *range(chunked, len(ids))]
     with target.allocate_cache(1, len(ids)).add_rows(1) as cache:
         for start in starts:

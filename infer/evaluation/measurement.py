@@ -21,7 +21,7 @@ from infer.config import (
     NGRAMS_OPTION_NONE,
     DecodeOptions,
     EvaluationConfig,
-    TextOptions,
+    SamplingOptions,
 )
 from infer.drafters.base import Drafter
 from infer.drafters.families import PROMPT_LOOKUP_FAMILY
@@ -30,7 +30,7 @@ from infer.engine.repetition import MAX_LOOP_PERIOD_TOKENS, MIN_LOOP_REPEATS, fi
 from infer.engine.sampling import derive_seed
 from infer.engine.sequence import DecodeStats, Sequence, find_sequence_end
 from infer.evaluation.acceptance import EvaluationPrompt
-from infer.evaluation.metrics import REMEASURED_PROMPT_TIME_RATIO
+from infer.evaluation.metrics import MIN_TIME_RATIO_TO_REMEASURE
 from infer.evaluation.replay import ReplayedSequence
 from infer.evaluation.results import TRANSFORMERS_BASELINE, PromptResult
 from infer.evaluation.samples import ReportSamples
@@ -103,7 +103,7 @@ class VariantMeasurement:
     def find_disturbed_prompts(self) -> list[int]:
         """Return the indices of prompts that took unusually long.
 
-        Their time per token is more than REMEASURED_PROMPT_TIME_RATIO times the median of all
+        Their time per token is more than MIN_TIME_RATIO_TO_REMEASURE times the median of all
         prompts.
         """
         seconds_per_token = [
@@ -112,18 +112,20 @@ class VariantMeasurement:
         return [
             i
             for i, seconds in enumerate(seconds_per_token)
-            if seconds > REMEASURED_PROMPT_TIME_RATIO * statistics.median(seconds_per_token)
+            if seconds > MIN_TIME_RATIO_TO_REMEASURE * statistics.median(seconds_per_token)
         ]
 
 
-def merge_measurements(shares: abc.Iterable[list[VariantMeasurement]]) -> list[VariantMeasurement]:
+def merge_measurements(
+    measurements_by_group: abc.Iterable[list[VariantMeasurement]],
+) -> list[VariantMeasurement]:
     """Merge measurements of the same variants on different prompts.
 
-    shares: for each group of prompts, the measurements of all variants. A group is, for example,
-        the prompts of one process. A variant that is missing in any group is dropped
+    measurements_by_group: for each group of prompts, the measurements of all variants. A group is,
+        for example, the prompts of one process. A variant that is missing in any group is dropped
     """
     by_variant = []
-    for share in shares:
+    for share in measurements_by_group:
         by_variant.append({(each.variant.name, each.variant.budget): each for each in share})
     merged = []
     for key, first in by_variant[0].items():
@@ -207,15 +209,15 @@ def list_variants(drafter: Drafter, config: EvaluationConfig) -> list[DecodingVa
     return [baseline, transformers_baseline, *drafting_variants]
 
 
-def has_ngrams_for(row: TreeMethod, drafter: Drafter, ngrams: str | None) -> bool:
+def has_ngrams_for(method: TreeMethod, drafter: Drafter, ngrams: str | None) -> bool:
     """Return whether the n-grams that a tree method needs are available.
 
     ngrams: the option `ngrams` of EvaluationConfig
     """
     if ngrams is None:
-        return row.uses_sequence_ngrams and drafter.ngram_path is not None
+        return method.uses_sequence_ngrams and drafter.ngram_path is not None
     return ngrams != NGRAMS_OPTION_NONE and (
-        row.uses_sequence_ngrams or ngrams != NGRAMS_OPTION_CURRENT_SEQUENCE
+        method.uses_sequence_ngrams or ngrams != NGRAMS_OPTION_CURRENT_SEQUENCE
     )
 
 
@@ -334,7 +336,7 @@ def measure_prompt(
         variant_drafter = cast(Drafter | None, variant.drafter or drafter)
         engine = open_engine(model, variant_drafter, options, capacity, clock)
         sequence = engine.submit(prompt, options)
-        while engine.busy:
+        while engine.has_unfinished_sequences:
             engine.step()
     seconds = clock() - start
 
@@ -354,7 +356,9 @@ def measure_prompt(
     return VariantMeasurement(variant, [sequence], [result])
 
 
-def generate_with_transformers(target: Target, prompt: list[int], options: TextOptions) -> Sequence:
+def generate_with_transformers(
+    target: Target, prompt: list[int], options: SamplingOptions
+) -> Sequence:
     """Generate an output with `generate` of transformers, and return it as a finished sequence.
 
     The output ends where our engine would end it. Sampled outputs differ from those of our engine,

@@ -16,7 +16,7 @@ from infer.evaluation.results import Evaluation, PromptResult
 BOOTSTRAP_SAMPLES = 2000
 CONFIDENCE_PERCENT = 95.0
 # A prompt whose time per token is more than this many times the method's median is measured again.
-REMEASURED_PROMPT_TIME_RATIO = 5
+MIN_TIME_RATIO_TO_REMEASURE = 5
 # No confidence interval is reported for fewer prompts.
 MIN_PROMPTS_FOR_CONFIDENCE_INTERVAL = 5
 # Two checkpoints are compared only if both have decoded at least this many of the same prompts. The
@@ -114,21 +114,23 @@ def pooled_acceptance_length(counts: np.ndarray) -> np.ndarray:
 
 
 def bootstrap_interval(
-    statistic: Callable[[np.ndarray], np.ndarray], count: int
+    statistic: Callable[[np.ndarray], np.ndarray], num_observations: int
 ) -> list[float] | None:
     """Return the bootstrap confidence interval of a statistic, such as a median over prompts.
 
     statistic: takes indices of observations, of shape (BOOTSTRAP_SAMPLES, count), and returns the
         statistic of each sample, of shape (BOOTSTRAP_SAMPLES,)
-    count: number of observations
+    num_observations: number of observations
 
-    Each sample has `count` observations that are drawn with replacement. The random seed is fixed,
-    so the same call always gives the same interval. Returns None for fewer than
+    Each sample has `num_observations` observations that are drawn with replacement. The random seed
+    is fixed, so the same call always gives the same interval. Returns None for fewer than
     MIN_PROMPTS_FOR_CONFIDENCE_INTERVAL observations.
     """
-    if count < MIN_PROMPTS_FOR_CONFIDENCE_INTERVAL:
+    if num_observations < MIN_PROMPTS_FOR_CONFIDENCE_INTERVAL:
         return None
-    indices = np.random.default_rng(0).integers(count, size=(BOOTSTRAP_SAMPLES, count))
+    indices = np.random.default_rng(0).integers(
+        num_observations, size=(BOOTSTRAP_SAMPLES, num_observations)
+    )
     tail_percent = (100 - CONFIDENCE_PERCENT) / 2
     return np.percentile(statistic(indices), [tail_percent, 100 - tail_percent]).tolist()
 

@@ -98,7 +98,7 @@ def format_suite(suite: SuiteResult) -> str:
         has_published = has_published or any(published)
         paragraphs += [
             f"## Temperature {temperature:g}",
-            format_best_budgets(sets, published),
+            format_paper_table(sets, published),
             format_all_methods(sets),
         ]
 
@@ -124,7 +124,7 @@ def format_suite(suite: SuiteResult) -> str:
     return "\n\n".join([*paragraphs, notes])
 
 
-def format_best_budgets(sets: list[SetResult], published: Sequence[PublishedResult | None]) -> str:
+def format_paper_table(sets: list[SetResult], published: Sequence[PublishedResult | None]) -> str:
     """Return a Markdown table of chains and of DDTree with its fastest node budget.
 
     A chain is a draft without branches. A node budget is the number of drafted nodes per round. The
@@ -185,7 +185,7 @@ def find_fastest_budget(methods: Sequence[MethodResult], name: str) -> MethodRes
 
 
 def format_suite_row_numbers(numbers: Sequence[float | None]) -> list[str]:
-    """Return the numbers in one row of the table of `format_best_budgets` as strings."""
+    """Return the numbers in one row of the table of `format_paper_table` as strings."""
     return [
         MISSING_CELL if number is None else number_format.format(number)
         for number_format, number in zip(SUITE_NUMBER_FORMATS, numbers, strict=True)

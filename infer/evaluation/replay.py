@@ -46,14 +46,14 @@ class ReplayVariant(NamedTuple):
     """A tree method, its node budget, and the scores that rank the candidate nodes.
 
     method: name of a method in TREE_METHODS that uses a drafter and no n-grams
-    nodes: the node budget (number of drafted nodes per round); block_size - 1 for a chain
+    node_budget: the node budget (number of drafted nodes per round); block_size - 1 for a chain
     ranking: "drafter" ranks as in decoding. "marginals" ignores the drafter's conditional head,
         which predicts a token given the token before it. "ideal" ranks as well as possible, see
         `count_ideal_accepted`
     """
 
     method: str
-    nodes: int
+    node_budget: int
     ranking: str = "drafter"
 
 
@@ -99,7 +99,7 @@ def extract_features(
     features = target.compute_packed_features(
         packed["ids"], packed["positions"], packed["documents"], tuple(layers)
     )
-    return features.context[0]
+    return features.layer_features[0]
 
 
 def pack_sequence(sequence: PromptAndAnswer, device: torch.device) -> dict[str, torch.Tensor]:
@@ -123,7 +123,7 @@ def replay_sequences(
     sequences: Sequence[PromptAndAnswer],
     variants: Sequence[ReplayVariant],
     features: Sequence[torch.Tensor] | None = None,
-    reference: ReplayVariant | None = None,
+    first_choice_variant: ReplayVariant | None = None,
 ) -> list[ReplayedSequence]:
     """Replay sequences with each variant, and return how many tokens each round commits.
 
@@ -133,8 +133,8 @@ def replay_sequences(
     sequences: prompts and greedy answers; an answer includes its end token if it has one
     features: result of `extract_features` for each sequence, with the layers `drafter.layer_ids`;
         None means that the features are computed here
-    reference: the variant in whose rounds `count_first_choices` counts how often the drafter's most
-        likely token is right. None means that nothing is counted
+    first_choice_variant: the variant in whose rounds `count_first_choices` counts how often the
+        drafter's most likely token is right. None means that nothing is counted
     """
     replayed = []
     for i, sequence in enumerate(sequences):
@@ -150,16 +150,17 @@ def replay_sequences(
             }
             for variant, length in lengths.items():
                 accepted[variant] += length.tolist()
-            if reference is not None:
-                counts = count_first_choices(target, drafter, batch, lengths[reference])
+            if first_choice_variant is not None:
+                counts = count_first_choices(target, drafter, batch, lengths[first_choice_variant])
                 for source, position_counts in counts.items():
                     first_choices[source].append(position_counts)
 
         commits = {variant: compute_commits(accepted[variant]) for variant in variants}
         sums = {}
-        if reference is not None and first_choices:
-            # Indices of the answer tokens after which the rounds of variant `reference` begin
-            starts = np.cumsum([0, *commits[reference][1:-1]])
+        if first_choice_variant is not None and first_choices:
+            # Indices of the answer tokens after which the rounds of variant `first_choice_variant`
+            # begin
+            starts = np.cumsum([0, *commits[first_choice_variant][1:-1]])
             for source, position_counts in first_choices.items():
                 # (4, num_rounds, draft_length)
                 counts_at_starts = torch.cat(position_counts, 1)[:, starts]
@@ -210,7 +211,7 @@ def count_accepted_per_block(
     proposal = Proposal(
         batch.bonus,
         batch.block.marginals,
-        variant.nodes,
+        variant.node_budget,
         width=EngineConfig.width,
         conditionals=cast(Conditionals, conditional_draft),
         vocabulary=drafter.vocabulary,
@@ -242,13 +243,13 @@ def count_ideal_accepted(proposal: Proposal, next_tokens: torch.Tensor) -> torch
 
 
 def count_first_choices(
-    target: Target, drafter: Drafter, batch: BlockBatch, lengths: torch.Tensor
+    target: Target, drafter: Drafter, batch: BlockBatch, accepted_lengths: torch.Tensor
 ) -> dict[str, torch.Tensor]:
     """Count how often the drafter's first choice, its most likely token, is the answer's token.
 
     A round that accepts m draft tokens gives one attempt at each of the first m + 1 positions.
 
-    lengths: number of draft tokens that a round accepts, for each block of `batch`
+    accepted_lengths: number of draft tokens that a round accepts, for each block of `batch`
 
     Returns counts for the key "marginals". A drafter with a conditional head, which scores a token
     given the token before it, has other first choices. The key "head" has the counts for them.
@@ -265,7 +266,7 @@ def count_first_choices(
         )
 
     depths = torch.arange(next_tokens.shape[1], device=next_tokens.device)
-    is_reached = (next_tokens >= 0) & (depths <= lengths[:, None])
+    is_reached = (next_tokens >= 0) & (depths <= accepted_lengths[:, None])
     counts = {}
     for source, log_probs in log_probs_by_source.items():
         is_correct = drafter.vocabulary.columns_to_ids(log_probs.argmax(-1)) == next_tokens
@@ -312,7 +313,7 @@ def replay_tree_variants(
         for ranking in [*rankings, "ideal"]:
             variants.append(ReplayVariant("ddtree", budget, ranking))
     largest = ReplayVariant("ddtree", max(config.budgets))
-    return replay_sequences(target, drafter, sequences, variants, reference=largest)
+    return replay_sequences(target, drafter, sequences, variants, first_choice_variant=largest)
 
 
 def summarise_replay(sequences: Sequence[ReplayedSequence]) -> TreeStudy:
@@ -347,7 +348,7 @@ def summarise_replay(sequences: Sequence[ReplayedSequence]) -> TreeStudy:
         commits = [sequence.commits[variant] for sequence in sequences]
         tau, tau_interval = acceptance_length(count_tokens_and_rounds(commits))
         results.append(ReplayResult(*variant, tau, tau_interval))
-    largest = max(variant.nodes for variant in variants if variant.method == "ddtree")
+    largest = max(variant.node_budget for variant in variants if variant.method == "ddtree")
     return TreeStudy(largest, first_choices, results)
 
 

@@ -22,8 +22,8 @@ from infer.evaluation.results import Evaluation
 from infer.evaluation.tables import (
     METHOD_COLUMNS,
     build_group_rows,
-    build_study_table,
-    explain_marks,
+    build_replay_table,
+    build_significance_legend,
     format_method_row,
     group_by_prompt_kind,
     list_findings,
@@ -82,7 +82,7 @@ def write_report(
     group_rows = build_group_rows(best, groups)
     legend = [
         "The bold row is the fastest method with the drafter, by the lower end of its interval.",
-        *explain_marks(best.methods),
+        *build_significance_legend(best.methods),
         *(f"{note[0].upper()}{note[1:]}." for note in list_notes(best)),
     ]
     page = render_template(
@@ -100,8 +100,8 @@ def write_report(
         legend=legend,
         groups=list(groups),
         group_rows=group_rows,
-        study=build_study_table(best),
-        marks=explain_marks((), [cell for row in group_rows for cell in row[1:]]),
+        study=build_replay_table(best),
+        marks=build_significance_legend((), [cell for row in group_rows for cell in row[1:]]),
         charts=charts,
         settings=list_settings(best, run),
         configuration=flatten_config(run.config),

@@ -239,7 +239,7 @@ def find_tree_method(name: str) -> TreeMethod:
     }
     if name in rows:
         return rows[name]
-    return TreeMethod(name, name, builder="", max_nodes_for_block=lambda block_size: 0)
+    return TreeMethod(name, name, builder_path="", max_nodes_for_block=lambda block_size: 0)
 
 
 @dataclass(frozen=True)

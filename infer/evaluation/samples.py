@@ -52,8 +52,8 @@ def collect_samples(
 
         engine.runner.build_tree = record_tree
         traced = engine.submit(sequence.prompt, sequence.options)
-        traced.trace = True
-        while engine.busy:
+        traced.records_rejected = True
+        while engine.has_unfinished_sequences:
             engine.step()
             if trees:
                 rounds.append(build_example_round(target, trees.pop(), traced))

@@ -33,11 +33,11 @@ from infer.evaluation.measurement import (
 )
 from infer.evaluation.results import SetResult, SuiteResult, read_result, write_result
 from infer.formats.folders import find_drafter_folder
-from infer.targets.target import Target, number_format_name
+from infer.targets.target import Target, weight_format_name
 from infer.utils.files import file_digest, json_digest, refuse_changed_settings
 from infer.utils.renamed_options import translate_section
 
-SECONDS_PER_TOKEN_FLOOR = 1e-9
+MIN_SECONDS_PER_TOKEN = 1e-9
 
 
 class LoadedQuestionSet(Protocol):
@@ -259,7 +259,7 @@ def seconds_per_token(measurement: VariantMeasurement) -> float:
     stats = measurement.stats
     total = sum((each.seconds - each.stage_seconds["prefill"]) / each.tokens for each in stats)
     # The time is 0 if every answer has only the token that the prefill generates.
-    return max(total / len(stats), SECONDS_PER_TOKEN_FLOOR)
+    return max(total / len(stats), MIN_SECONDS_PER_TOKEN)
 
 
 def collect_settings(
@@ -277,7 +277,7 @@ def collect_settings(
     options = {name: value for name, value in asdict(config).items() if name not in unused}
     return {
         "target": target.name,
-        "dtype": number_format_name(target),
+        "dtype": weight_format_name(target),
         "device": describe_device(target.device),
         "drafter": weights_digest,
         "questions": json_digest(question_set.chats),

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 
 from infer.evaluation.metrics import (
     MIN_PROMPTS_FOR_CONFIDENCE_INTERVAL,
-    REMEASURED_PROMPT_TIME_RATIO,
+    MIN_TIME_RATIO_TO_REMEASURE,
     compute_metrics,
 )
 from infer.evaluation.results import (
@@ -68,7 +68,9 @@ def significance_mark(method: MethodResult) -> str:
     return INSIGNIFICANT_MARK if is_undecided else ""
 
 
-def explain_marks(methods: Iterable[MethodResult], cells: Iterable[str] = ()) -> list[str]:
+def build_significance_legend(
+    methods: Iterable[MethodResult], cells: Iterable[str] = ()
+) -> list[str]:
     """Return [INSIGNIFICANT_LEGEND] if INSIGNIFICANT_MARK is used, else an empty list.
 
     methods: methods whose speedups are shown with their marks
@@ -99,7 +101,7 @@ def format_method_table(evaluation: Evaluation) -> str:
     """Return a Markdown table of the methods, followed by the explanation of its marks."""
     rows = [format_method_row(method) for method in evaluation.methods]
     table = format_markdown_table(METHOD_COLUMNS, rows)
-    return "\n\n".join([table, *explain_marks(evaluation.methods)])
+    return "\n\n".join([table, *build_significance_legend(evaluation.methods)])
 
 
 def format_evaluation(evaluation: Evaluation) -> str:
@@ -114,9 +116,9 @@ def format_evaluation(evaluation: Evaluation) -> str:
     if len(groups) > 1:
         rows = build_group_rows(evaluation, groups)
         paragraphs.append(format_markdown_table(["τ, speedup", *groups], rows))
-        paragraphs += explain_marks((), [cell for row in rows for cell in row[1:]])
+        paragraphs += build_significance_legend((), [cell for row in rows for cell in row[1:]])
 
-    study = build_study_table(evaluation)
+    study = build_replay_table(evaluation)
     if study is not None:
         (head, *rows), sentence = study
         paragraphs += [format_markdown_table(head, rows), sentence]
@@ -125,7 +127,7 @@ def format_evaluation(evaluation: Evaluation) -> str:
     return "\n\n".join(paragraphs).rstrip()
 
 
-def build_study_table(evaluation: Evaluation) -> tuple[list[Sequence[str]], str] | None:
+def build_replay_table(evaluation: Evaluation) -> tuple[list[Sequence[str]], str] | None:
     """Return a table of the replayed chain and DDTrees, and a sentence about them.
 
     A replay computes without decoding how many tokens each round would commit. The first row of the
@@ -191,7 +193,7 @@ def format_comparison(evaluations: Mapping[str, Evaluation]) -> str:
         head += [f"{name} τ", "tokens/s", "speedup"]
     table = format_markdown_table(head, [[label, *cells] for label, cells in rows.items()])
     methods = [method for evaluation in evaluations.values() for method in evaluation.methods]
-    return "\n\n".join([table, *explain_marks(methods)])
+    return "\n\n".join([table, *build_significance_legend(methods)])
 
 
 def format_headline(evaluation: Evaluation) -> str:
@@ -297,7 +299,7 @@ def list_notes(evaluation: Evaluation) -> list[str]:
     remeasured = sum(method.remeasured_prompts or 0 for method in methods)
     if remeasured:
         notes.append(
-            f"measured again, as it took over {REMEASURED_PROMPT_TIME_RATIO} times the method's "
+            f"measured again, as it took over {MIN_TIME_RATIO_TO_REMEASURE} times the method's "
             f"median time per token: {remeasured}"
         )
 

@@ -20,7 +20,7 @@ from infer.drafters.families import PROMPT_LOOKUP_FAMILY
 from infer.drafters.lookup import PromptLookup
 from infer.formats.folders import DRAFTER_SUBFOLDERS, DrafterFolder, open_drafter_folder
 from infer.formats.integrity import save_weights_with_digests
-from infer.formats.layouts import find_folder_problems, normalise_tensors, read_layout
+from infer.formats.layouts import find_folder_problems, normalise_tensors, parse_drafter_config
 from infer.targets.checks import check_finite
 from infer.targets.loading import load_int8_package
 from infer.utils.files import atomic_write
@@ -89,12 +89,12 @@ def load_drafter(
             )
     opened, reading = open_checked_folder(folder, target_layers)
     drafter = cast(Drafter, reading.build_drafter("cpu"))
-    if reading.padded_rows is not None and "d2t" in opened.tensors:
+    if reading.padded_vocab_size is not None and "d2t" in opened.tensors:
         check_padded_vocabulary(folder, opened.load({"d2t"})["d2t"])
 
     weights = opened.load({*drafter.state_dict()})
     if drafter.d2t is not None:
-        check_draft_vocabulary(folder, weights["d2t"], reading.options["vocab_size"])
+        check_draft_vocabulary(folder, weights["d2t"], reading.config_kwargs["vocab_size"])
     check_finite(str(folder), weights.items())
     drafter.load_state_dict(weights)
     ngram_file = opened.path / NGRAM_FILE_NAME
@@ -133,7 +133,7 @@ def open_checked_folder(
             "drafter"
         )
 
-    reading = read_layout(opened, target_layers)
+    reading = parse_drafter_config(opened, target_layers)
     problems = find_folder_problems(opened, reading)
     if problems:
         raise ValueError(f"{folder}: {'; '.join(problems)}")

@@ -22,7 +22,7 @@ from infer.formats.layouts import (
     find_folder_problems,
     find_tensor_problems,
     normalise_tensors,
-    read_layout,
+    parse_drafter_config,
 )
 
 EMBEDDING_AND_HEAD_NAMES = {"embed_tokens.weight", "lm_head.weight", "d2t", "t2d"}
@@ -106,13 +106,13 @@ def check_engines(path: str | Path, target_layers: int | None = None) -> list[En
     Raises FileNotFoundError if there is no folder.
     """
     folder = open_drafter_folder(path)
-    reading = read_layout(folder, target_layers)
+    reading = parse_drafter_config(folder, target_layers)
     for doubt in reading.warnings:
         warnings.warn(f"{path}: {doubt}", stacklevel=2)
     verdicts = []
     for engine, layouts in ENGINE_LAYOUTS.items():
         problems = find_engine_problems(folder, reading, engine)
-        reads_layout = reading.layout in (*layouts, "none")
+        reads_layout = reading.layout_name in (*layouts, "none")
         verdicts.append(EngineVerdict(engine, problems, reads_layout))
     return [*verdicts, EngineVerdict("blockdraft", find_folder_problems(folder, reading))]
 
@@ -146,21 +146,21 @@ def find_engine_problems(folder: DrafterFolder, reading: ParsedConfig, engine: s
     """
     problems = [*folder.problems]
     layouts = ENGINE_LAYOUTS[engine]
-    if reading.layout not in (*layouts, "none"):
+    if reading.layout_name not in (*layouts, "none"):
         architectures = folder.config.get("architectures")
         problems.append(
-            f"config.json: the layout is {reading.layout} (architectures {architectures}), "
+            f"config.json: the layout is {reading.layout_name} (architectures {architectures}), "
             f"expected the layout {layouts[0]}"
         )
         return problems
     problems += reading.problems
-    if not reading.options or reading.problems:
+    if not reading.config_kwargs or reading.problems:
         return problems
 
     config_problems = [
         *find_misplaced_keys(folder.config, reading),
         *find_unsupported_features(folder.config, reading),
-        *find_last_layer_differences(reading),
+        *find_final_norm_differences(reading),
         *find_causality_differences(folder.config, reading),
     ]
     problems += [
@@ -186,15 +186,15 @@ def find_misplaced_keys(config: dict, reading: ParsedConfig) -> EngineProblems:
     architecture = (
         "DSparkDraftModel" if reading.family_config.get("markov_rank") else "DFlashDraftModel"
     )
-    architecture = LAYOUT_ARCHITECTURES.get(reading.layout, architecture)
+    architecture = LAYOUT_ARCHITECTURES.get(reading.layout_name, architecture)
     if config.get("architectures") != [architecture]:
         yield (
             (VLLM_ENGINE, SGLANG_ENGINE),
             f"architectures is {config.get('architectures')}, expected exactly {[architecture]}",
         )
-    if reading.layout == "SpecForge" and find_head_spec(reading.family_config) != find_head_spec(
-        config
-    ):
+    if reading.layout_name == "SpecForge" and find_head_spec(
+        reading.family_config
+    ) != find_head_spec(config):
         yield (
             (VLLM_ENGINE,),
             "markov_rank is missing at the top level, where vLLM reads it; vLLM does not support "
@@ -211,7 +211,7 @@ def find_misplaced_keys(config: dict, reading: ParsedConfig) -> EngineProblems:
         )
 
     layer_config = get_nested_object(config, "transformer_layer_config") or config
-    has_window = "sliding_window" in reading.options and layer_config.get("sliding_window")
+    has_window = "sliding_window" in reading.config_kwargs and layer_config.get("sliding_window")
     if has_window and not layer_config.get("use_sliding_window"):
         yield (
             ENGINES_CHECKED_KEY_BY_KEY,
@@ -232,15 +232,15 @@ def find_unsupported_features(config: dict, reading: ParsedConfig) -> EngineProb
     """
     family_config = reading.family_config
     head = find_head_spec(family_config)
-    layout = reading.layout
+    layout = reading.layout_name
     if config.get("speculators_model_type"):
         layout = f"speculators {config['speculators_model_type']}"
     supported_keys = LAYOUT_FEATURE_KEYS.get(layout, ())
 
-    if head is not None and head.config_key not in supported_keys:
+    if head is not None and head.presence_key not in supported_keys:
         yield (
             ENGINES_CHECKED_KEY_BY_KEY,
-            f"{head.config_key} is {family_config[head.config_key]!r}: the engine would draft "
+            f"{head.presence_key} is {family_config[head.presence_key]!r}: the engine would draft "
             "without the conditional head",
         )
     kernel_size = family_config.get("conv_kernel_size")
@@ -261,25 +261,25 @@ def find_unsupported_features(config: dict, reading: ParsedConfig) -> EngineProb
             ENGINES_CHECKED_KEY_BY_KEY,
             "sample_from_anchor is true: in the engine, the first slot drafts no token",
         )
-    if reading.layout in DSPARK_LAYOUTS and head is None:
+    if reading.layout_name in DSPARK_LAYOUTS and head is None:
         yield (
             ENGINES_CHECKED_KEY_BY_KEY,
             "markov_rank is 0 or missing: the engine reads this layout only for DSpark drafters",
         )
-    if reading.layout in DSPARK_LAYOUTS and not family_config.get("sample_from_anchor"):
+    if reading.layout_name in DSPARK_LAYOUTS and not family_config.get("sample_from_anchor"):
         yield (
             ENGINES_CHECKED_KEY_BY_KEY,
             "sample_from_anchor is false: in the engine, the first slot drafts a token too",
         )
 
 
-def find_last_layer_differences(reading: ParsedConfig) -> EngineProblems:
+def find_final_norm_differences(reading: ParsedConfig) -> EngineProblems:
     """Yield the problems of engines with a drafter that reads the output of the target's last
     layer. Some engines read it before the final norm, others after it, and SGLang cannot read it.
 
     reading: the parsed config of the drafter
     """
-    if reading.options["num_target_layers"] is None:
+    if reading.config_kwargs["num_target_layers"] is None:
         return
     last_layer_features = reading.family_config.get("last_tap")
     if last_layer_features == "normed":
@@ -321,7 +321,9 @@ def find_causality_differences(config: dict, reading: ParsedConfig) -> EnginePro
         ),
         AUTHORS_ENGINE: (config.get("is_causal"),),
     }
-    is_sliding_values = {kind == "sliding_attention" for kind in reading.options["layer_types"]}
+    is_sliding_values = {
+        kind == "sliding_attention" for kind in reading.config_kwargs["layer_types"]
+    }
     for engine, flags in flags_by_engine.items():
         engine_flag = next((flag for flag in flags if flag is not None), None)
         is_different = False
@@ -351,7 +353,7 @@ def find_engine_tensor_problems(
 
     reading: the parsed config of the folder
     """
-    has_reduced_vocabulary = "draft_vocab_size" in reading.options
+    has_reduced_vocabulary = "draft_vocab_size" in reading.config_kwargs
     stored_names = EMBEDDING_AND_HEAD_NAMES & folder.tensors.keys()
     problems = []
     if engine == VLLM_ENGINE and "d2t" in folder.tensors and not has_reduced_vocabulary:
@@ -364,7 +366,7 @@ def find_engine_tensor_problems(
             "lm_head.weight is missing; with draft_vocab_size it is required, because the "
             "target's head has other rows"
         )
-    takes_targets = engine in (SGLANG_ENGINE, AUTHORS_ENGINE) and reading.layout != "DeepSpec"
+    takes_targets = engine in (SGLANG_ENGINE, AUTHORS_ENGINE) and reading.layout_name != "DeepSpec"
     if takes_targets and stored_names:
         names = ", ".join(sorted(stored_names))
         problems.append(f"the engine uses the target's embedding and head and ignores {names}")

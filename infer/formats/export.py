@@ -10,7 +10,7 @@ import torch
 from transformers import PretrainedConfig
 
 from infer.drafters.base import Drafter, get_target_head_weight
-from infer.drafters.build import drop_target_copies, get_target_embeddings
+from infer.drafters.build import get_target_embeddings, remove_copied_embedding_and_head
 from infer.drafters.config_keys import build_public_config
 from infer.drafters.families import check_export_format
 from infer.formats.checkpoint import write_drafter_folder
@@ -222,7 +222,7 @@ def drop_embedding_and_head(
                 "target.path to the target, so that they can be compared with the target's"
             )
         try:
-            drop_target_copies(drafter, target)
+            remove_copied_embedding_and_head(drafter, target)
         except ValueError as error:
             raise ValueError(
                 f"format={format} cannot store an embedding or head of the drafter, but {error}"
@@ -230,7 +230,7 @@ def drop_embedding_and_head(
     return drafter.state_dict()
 
 
-def require_base_model_sizes(name: str, drafter: Drafter) -> str | None:
+def check_base_model(name: str, drafter: Drafter) -> str | None:
     """Check that the base model named on a drafter's model card can be the drafter's target. Hidden
     size, number of layers and vocabulary size are compared.
 

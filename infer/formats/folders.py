@@ -44,13 +44,13 @@ class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
     # load only this number of rows from the start of the tensor; None means all rows
-    rows: int | None = None
+    num_rows_to_load: int | None = None
 
     def load(self, opened: Any) -> torch.Tensor:
         """Load the tensor. `opened` is the tensor's file, opened by `safe_open`. The weight of an
         `Int8Linear` is dequantized."""
-        if self.rows is not None:
-            return opened.get_slice(self.name)[: self.rows]
+        if self.num_rows_to_load is not None:
+            return opened.get_slice(self.name)[: self.num_rows_to_load]
         if self.dtype != INT8_DTYPE:
             return opened.get_tensor(self.name)
         layer = self.name.removesuffix(INT8_TENSOR_NAMES[0])

@@ -16,7 +16,7 @@ from infer.utils.optional import find_missing_path
 # Drafting methods that no drafter family of this project implements. Keys are lower-case substrings
 # of `architectures` or `speculators_model_type` in a drafter's config.json. Values are descriptions
 # for the error message.
-UNSUPPORTED_DRAFTER_TYPES_BY_WORD = {
+UNSUPPORTED_DRAFTER_TYPES_BY_SUBSTRING = {
     "dfly": "a DFly drafter (a shared context and a mix for each layer, with TreeFlash's step)",
     "peagle": "a P-EAGLE drafter (EAGLE-3's layers over mask tokens; vLLM runs it)",
 }
@@ -24,7 +24,7 @@ SAFETENSORS_FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 SAFETENSORS_INDEX_DTYPES = ("I64", "I32")
 
 
-def read_layout(folder: DrafterFolder, target_layers: int | None = None) -> ParsedConfig:
+def parse_drafter_config(folder: DrafterFolder, target_layers: int | None = None) -> ParsedConfig:
     """Translate the config.json of a drafter's folder to this project's keys.
 
     target_layers: the target's number of layers, needed if config.json does not contain it
@@ -38,7 +38,7 @@ def read_layout(folder: DrafterFolder, target_layers: int | None = None) -> Pars
     method = f"{raw.get('architectures')} {raw.get('speculators_model_type')}".lower()
     if raw.get("parallel_drafting") and "eagle" in method:
         method = "peagle"
-    for word, description in UNSUPPORTED_DRAFTER_TYPES_BY_WORD.items():
+    for word, description in UNSUPPORTED_DRAFTER_TYPES_BY_SUBSTRING.items():
         if word in method:
             return refuse_config(f"this is {description}, which this project does not support")
 
@@ -120,27 +120,29 @@ def normalise_tensors(folder: DrafterFolder, reading: ParsedConfig) -> DrafterFo
     reading: the parsed config of the folder, without problems
     """
     renamed = folder.rename_tensors(reading.renamed_tensors)
-    return renamed.remove_padding(reading.padded_rows, reading.options["vocab_size"])
+    return renamed.remove_padding(reading.padded_vocab_size, reading.config_kwargs["vocab_size"])
 
 
-def find_folder_problems(folder: DrafterFolder, reading: ParsedConfig) -> list[str]:
+def find_folder_problems(folder: DrafterFolder, parsed_config: ParsedConfig) -> list[str]:
     """Check whether a drafter can be loaded from a folder. Return a text for each problem; [] if
     there is none.
 
-    reading: the parsed config of the folder, from `read_layout`
+    parsed_config: the parsed config of the folder, from `parse_drafter_config`
     """
-    problems = folder.problems + reading.problems
-    if reading.problems or not reading.options or not folder.tensors:
+    problems = folder.problems + parsed_config.problems
+    if parsed_config.problems or not parsed_config.config_kwargs or not folder.tensors:
         return problems
-    converted = normalise_tensors(folder, reading)
+    converted = normalise_tensors(folder, parsed_config)
     if len(converted.tensors) < len(folder.tensors):
         duplicates = [
             name
-            for name, our_name in reading.renamed_tensors.items()
+            for name, our_name in parsed_config.renamed_tensors.items()
             if name != our_name and our_name in folder.tensors
         ]
         names = ", ".join(sorted(duplicates))
         problems.append(f"these tensors are also stored under a second name: {names}")
     float_dtypes = (*SAFETENSORS_FLOAT_DTYPES, INT8_DTYPE)
-    shapes = expected_shapes(reading)
-    return problems + find_tensor_problems(converted, shapes, reading.unused_tensors, float_dtypes)
+    shapes = expected_shapes(parsed_config)
+    return problems + find_tensor_problems(
+        converted, shapes, parsed_config.unused_tensors, float_dtypes
+    )

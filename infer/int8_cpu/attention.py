@@ -70,7 +70,7 @@ def exponentiate_scores(
 
 
 @njit
-def count_visible(mask: np.ndarray) -> int:
+def get_visible_length(mask: np.ndarray) -> int:
     """Return 1 + the index of the last position that an additive mask allows, at least 1."""
     count = len(mask)
     while count > 1 and mask[count - 1] < 0:
@@ -86,25 +86,25 @@ def round_up(number: int, multiple: int) -> int:
 
 @njit
 def fill_visible_lengths(
-    mask: np.ndarray, sees_all: bool, positions: int, visible_counts: np.ndarray
+    mask: np.ndarray, sees_all: bool, positions: int, visible_lengths: np.ndarray
 ) -> int:
     """Compute how many cached positions each query must read; return the largest number.
 
     mask: additive mask (new positions, cached positions)
     sees_all: whether the mask is ignored, so that each query reads all cached positions
     positions: number of new positions, 0 or more
-    visible_counts: output: for each new position, 1 + the index of the last cached position that
+    visible_lengths: output: for each new position, 1 + the index of the last cached position that
         its mask allows
     """
     maximum = 0
     for i in range(positions):
-        visible_counts[i] = mask.shape[1] if sees_all else count_visible(mask[i])
-        maximum = max(maximum, visible_counts[i])
+        visible_lengths[i] = mask.shape[1] if sees_all else get_visible_length(mask[i])
+        maximum = max(maximum, visible_lengths[i])
     return maximum
 
 
 @njit
-def find_row_range(row_ends: int, row: int, width: int) -> tuple[int, int]:
+def find_row_start_and_length(row_ends: int, row: int, width: int) -> tuple[int, int]:
     """Return where the new positions of a batch row start, and how many there are.
 
     The start is an index into the new positions of all batch rows, one batch row after the other.
@@ -122,7 +122,7 @@ def find_row_range(row_ends: int, row: int, width: int) -> tuple[int, int]:
 def gather_queries(
     source: int,
     first: int,
-    positions: int,
+    num_positions: int,
     key_heads: int,
     key_head: int,
     groups: int,
@@ -131,12 +131,12 @@ def gather_queries(
     """Copy the queries of consecutive new positions for one key head to `queries`.
 
     source: address of all queries, (new positions, key_heads, groups, head size)
-    first, positions: index of the first position, and number of positions
+    first, num_positions: index of the first position, and number of positions
     groups: number of query heads per key head
     queries: output, (at least positions * groups, head size)
     """
     size = queries.shape[1]
-    for i in range(positions):
+    for i in range(num_positions):
         row = ((first + i) * key_heads + key_head) * groups
         copy_floats(source + 4 * size * row, queries[i * groups].ctypes.data, groups * size)
 
@@ -332,7 +332,7 @@ def attention_kernel(address: int) -> None:
         row = item // (key_heads * query_tiles)
         key_head = item // query_tiles % key_heads
         start = item % query_tiles * tile_queries
-        first, row_width = find_row_range(row_ends, row, width)
+        first, row_width = find_row_start_and_length(row_ends, row, width)
         positions = max(0, min(tile_queries, row_width - start))
         count = positions * groups
         max_visible = fill_visible_lengths(mask[row, start:], sees_all, positions, visible_counts)

@@ -235,7 +235,7 @@ def register_pre_hooks(hooks: list[tuple[nn.Module, Callable]]) -> ExitStack:
     return stack
 
 
-def find_user_turn_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def find_user_turn_opening_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the token ids that the chat template puts before the first user message.
 
     Without a chat template, only the BOS token is returned, or token 0 if there is no BOS token.
@@ -249,7 +249,7 @@ def find_user_turn_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return opening
 
 
-def sample_tokens(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+def sample_one_hot_scores(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     """A logits processor that samples a token for each batch row.
 
     scores: logits (batch rows, vocabulary size)
@@ -273,7 +273,7 @@ def run_calibration_samples(
     again. A sequence begins with the tokens that open a user message. It may contain several
     messages, because generation does not stop at EOS tokens.
     """
-    opening = find_user_turn_tokens(tokenizer)
+    opening = find_user_turn_opening_tokens(tokenizer)
     config = GenerationConfig(
         do_sample=False,
         max_new_tokens=INT8_CALIBRATION_TOKENS_PER_SEQUENCE,
@@ -287,7 +287,10 @@ def run_calibration_samples(
         torch.manual_seed(0)
         ids = torch.tensor([opening] * INT8_CALIBRATION_SEQUENCE_COUNT)
         sequences = cast(Any, model).generate(
-            ids, config, attention_mask=torch.ones_like(ids), logits_processor=[sample_tokens]
+            ids,
+            config,
+            attention_mask=torch.ones_like(ids),
+            logits_processor=[sample_one_hot_scores],
         )
     while True:
         yield
@@ -296,11 +299,12 @@ def run_calibration_samples(
 
 
 @torch.no_grad()
-def quantise_model(model: PreTrainedModel, samples: Iterator[object]) -> dict[str, int]:
+def quantise_model(model: PreTrainedModel, calibration_passes: Iterator[object]) -> dict[str, int]:
     """Calibrate a float32 model, and replace its linear layers and its embedding by int8 modules.
 
-    samples: an iterator; each `next` runs the model on all calibration sequences. It is called once
-        for each group of layers whose second moments fit in MAX_CALIBRATION_SECOND_MOMENT_BYTES.
+    calibration_passes: an iterator; each `next` runs the model on all calibration sequences. It is
+        called once for each group of layers whose second moments fit in
+        MAX_CALIBRATION_SECOND_MOMENT_BYTES.
 
     Returns a dict. Keys are the names of the replaced modules. Values are numbers of int8 codes per
     activation, or 0 for the embedding. Layers that a forward pass does not call, and modules other
@@ -322,7 +326,7 @@ def quantise_model(model: PreTrainedModel, samples: Iterator[object]) -> dict[st
                 (inputs.layers[0], lambda _, args, inputs=inputs: inputs.add_batch(args[0]))
             )
         with register_pre_hooks(hooks):
-            next(samples)
+            next(calibration_passes)
         for inputs in statistics:
             for layer, int8_layer in inputs.quantise_layers().items():
                 int8_modules[names[layer]] = int8_layer

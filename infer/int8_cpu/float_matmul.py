@@ -42,7 +42,7 @@ def load_accumulators(builder: Any, addresses: list) -> list:
 
 
 @llvm_intrinsic
-def accumulate_rows(typing, factors, count, matrix, row_bytes, sums):
+def accumulate_vector_matrix_products(typing, factors, count, matrix, row_bytes, sums):
     """Multiply several vectors by the same matrix, and add the results to sums in memory.
 
     factors: tuple of the addresses of the vectors, of `count` float32 values each
@@ -213,4 +213,6 @@ def add_matmul(
                 out + column_offset + r2 * out_row_bytes,
                 out + column_offset + r3 * out_row_bytes,
             )
-            accumulate_rows(left_rows, count, right + column_offset, right_row_bytes, sums)
+            accumulate_vector_matrix_products(
+                left_rows, count, right + column_offset, right_row_bytes, sums
+            )

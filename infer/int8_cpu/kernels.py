@@ -99,7 +99,7 @@ CPU_INT8_FAST_KERNEL_TABLE = FastKernels(
     operations=cpu.CPU_OPERATIONS
     | {"linear": linear, "argmax_head": argmax_head, "attend": attend},
     checks={"linear": check_int8_linear, "argmax_head": check_int8_argmax_head},
-    features={
+    extra_fields={
         "supports_ragged": True,
         "recording_decoder": "infer.int8_cpu.recording:RecordedDecoder",
     },

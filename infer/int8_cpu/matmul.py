@@ -65,7 +65,7 @@ def uses_avx2_kernel(inputs: int) -> bool:
 
 
 @cache
-def count_transposed_rows(rows: int, outputs: int) -> int:
+def get_transposed_matmul_rows(rows: int, outputs: int) -> int:
     """Return the padded number of rows of a transposed matmul, or 0 if it should not be transposed.
 
     rows: number of rows of activation codes
@@ -93,7 +93,7 @@ def count_padded_rows(rows: int, weights: torch.Tensor) -> int:
     outputs, inputs = weights.shape
     if uses_avx2_kernel(inputs):
         return rows
-    return max(rows, count_transposed_rows(rows, outputs))
+    return max(rows, get_transposed_matmul_rows(rows, outputs))
 
 
 @llvm_intrinsic
@@ -259,7 +259,7 @@ def matmul(codes: torch.Tensor, weights: torch.Tensor, rows: int) -> torch.Tenso
     outputs, inputs = weights.shape
     if uses_avx2_kernel(inputs):
         return multiply_with_avx2(codes, weights, rows)
-    if not count_transposed_rows(rows, outputs):
+    if not get_transposed_matmul_rows(rows, outputs):
         accumulators = allocate_tensor((rows, outputs), torch.int32, scratch="accumulators")
         run_and_record(
             partial(torch._int_mm, codes, weights.t(), out=accumulators),

@@ -178,13 +178,13 @@ class Recording:
             self.referenced_tensors.setdefault(alias.untyped_storage()._cdata, alias)
         if bind is None:
             return
-        self.bindings.append((bind, [self.find_input(value) for value in inputs]))
+        self.bindings.append((bind, [self.find_input_index(value) for value in inputs]))
         for value in inputs:
             if isinstance(value, LayerCacheView) and value.layer_index != self.layer:
                 self.layer = value.layer_index
                 self.used_buffers = 0
 
-    def find_input(self, value: object) -> int:
+    def find_input_index(self, value: object) -> int:
         """Return the index of `value` in `self.inputs`, compared by identity."""
         return next(index for index, item in enumerate(self.inputs) if item is value)
 
@@ -229,18 +229,18 @@ class Recording:
 
 
 def collect_inputs(
-    rotations: RotationsByLayerType, masks: MasksByLayerType, memories: list[LayerCacheView]
+    rotations: RotationsByLayerType, masks: MasksByLayerType, layer_views: list[LayerCacheView]
 ) -> list[object]:
     """Return a list of the inputs of a forward pass that a replay must set again.
 
     These are all inputs except hidden states and weights. The first input is None, which is the
     rotation of layers without rotary embeddings.
     """
-    return [None, *rotations.values(), *masks.values(), *memories]
+    return [None, *rotations.values(), *masks.values(), *layer_views]
 
 
 @dataclass(frozen=True)
-class RecordedDecoder(KernelDecoder):
+class RecordingDecoder(KernelDecoder):
     """A decoder that records forward passes of few positions, and replays them for equal shapes."""
 
     # Key: shapes and settings of a forward pass. Value: its recording. The keys are in the order of

@@ -17,7 +17,7 @@ from infer.kernels.reference_search import (
     replace_nan_log_probs,
     stack_log_prob_tables,
 )
-from infer.ngrams.rescoring import NGramRescorer, get_table_row, score_node_children
+from infer.ngrams.rescoring import NGramRescorer, get_log_prob_row, score_node_children
 from infer.utils.jit import njit
 
 
@@ -29,7 +29,7 @@ def best_first_search(candidates: CandidateTables, budget: int) -> DraftNodes:
     """
     rows, length, candidate_count = candidates.tokens.shape
     table = replace_nan_log_probs(stack_log_prob_tables(candidates))
-    rows_per_position = candidates.table[1].shape[2]
+    rows_per_position = candidates.candidate_log_probs[1].shape[2]
     num_nodes = count_tree_nodes(length, candidate_count, budget)
     nodes = torch.empty(rows, 3, num_nodes, dtype=torch.long)
     scores = torch.empty(rows, num_nodes)
@@ -74,7 +74,7 @@ def search_tree(
         depth = node_depth[node]
         if depth < length:
             token_row[node] = depth
-            log_q_row[node] = get_table_row(depth, rows_per_position, node_child[node])
+            log_q_row[node] = get_log_prob_row(depth, rows_per_position, node_child[node])
             if rescorer is not None:
                 token_row[node] = node
                 log_q_row[node] = node

@@ -186,7 +186,7 @@ def claim_work_item(typing, address):
 
 
 @cache
-def find_openmp_parallel() -> int:
+def find_gomp_parallel_address() -> int:
     """Return the address of the libgomp function `GOMP_parallel`, or 0 if libgomp is not loaded.
 
     `GOMP_parallel` runs a function on several threads, the same that PyTorch uses for matmuls.
@@ -207,7 +207,7 @@ def launch_kernel(
     arguments: KernelArguments,
     work_items: int,
     cycles: int,
-    bind: Callable | None = None,
+    update_arguments: Callable | None = None,
     inputs: tuple = (),
 ) -> None:
     """Run a compiled kernel, and record the call if a recorder is active in this thread.
@@ -216,17 +216,17 @@ def launch_kernel(
     cycles: estimated number of CPU cycles that the kernel takes on one thread. If it is larger than
         MIN_CYCLES_FOR_PARALLEL_CPU_KERNEL, several threads are used. The results do not depend on
         the number of threads.
-    bind, inputs: see `Recorder.record_call`
+    update_arguments, inputs: see `Recorder.record_call`
     """
     address = get_kernel_address(kernel)
     arguments_address = ctypes.addressof(arguments)
     threads = min(torch.get_num_threads(), work_items)
-    if cycles > MIN_CYCLES_FOR_PARALLEL_CPU_KERNEL and threads > 1 and find_openmp_parallel():
+    if cycles > MIN_CYCLES_FOR_PARALLEL_CPU_KERNEL and threads > 1 and find_gomp_parallel_address():
         call_arguments = (address, arguments_address, threads, 0)
-        call = KernelCall(find_openmp_parallel(), call_arguments, arguments)
+        call = KernelCall(find_gomp_parallel_address(), call_arguments, arguments)
     else:
         call = KernelCall(address, (arguments_address, 0, 0, 0), arguments)
-    run_and_record(call, arguments.tensors, bind, inputs)
+    run_and_record(call, arguments.tensors, update_arguments, inputs)
 
 
 def run_and_record(

@@ -36,7 +36,7 @@ class CandidateTables(Protocol):
     tokens: torch.Tensor  # (batch rows, drafted positions, candidates)
 
     @property
-    def table(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def candidate_log_probs(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The log-probabilities of all candidates.
 
         The first tensor is for the first position and has the shape (B, candidates). The second
@@ -53,14 +53,14 @@ class RecurrentCandidates(CandidateTables, Protocol):
     A table of the log-probabilities would be too large, so methods compute them.
     """
 
-    def begin(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def compute_first_log_probs(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the log-probabilities of the first position, and the initial recurrent state.
 
         The shapes are (B, 1, candidates) and (B, 1, state size).
         """
         ...
 
-    def extend(
+    def compute_next_log_probs(
         self, slot: int, last_candidates: torch.Tensor, recurrent_state: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the log-probabilities of a position after each prefix, and the head's new state.
@@ -103,7 +103,7 @@ def stack_log_prob_tables(candidates: CandidateTables) -> torch.Tensor:
     k if candidate r was chosen at position k - 1. R is the number of candidates, or 1 if the
     log-probabilities do not depend on the previous candidate.
     """
-    first, others = candidates.table
+    first, others = candidates.candidate_log_probs
     return torch.cat([first[:, None], others.flatten(1, 2)], 1).float()
 
 
@@ -124,7 +124,7 @@ def search_tree_by_depth(candidates: CandidateTables, budget: int) -> DraftNodes
     last_candidates = torch.zeros_like(scores, dtype=torch.long)
 
     for slot in range(length):
-        log_q, recurrent_state = compute_slot_log_probs(
+        log_q, recurrent_state = compute_position_log_probs(
             candidates, slot, last_candidates, recurrent_state
         )
         # (batch rows, prefixes * candidates)
@@ -149,7 +149,7 @@ def search_tree_by_depth(candidates: CandidateTables, budget: int) -> DraftNodes
     return select_best_nodes(levels, budget)
 
 
-def compute_slot_log_probs(
+def compute_position_log_probs(
     candidates: CandidateTables,
     slot: int,
     last_candidates: torch.Tensor,
@@ -167,10 +167,10 @@ def compute_slot_log_probs(
     if candidates.recurrent:
         recurrent_candidates = cast(RecurrentCandidates, candidates)
         if slot == 0:
-            return recurrent_candidates.begin()
-        return recurrent_candidates.extend(slot, last_candidates, recurrent_state)
+            return recurrent_candidates.compute_first_log_probs()
+        return recurrent_candidates.compute_next_log_probs(slot, last_candidates, recurrent_state)
 
-    first, others = candidates.table
+    first, others = candidates.candidate_log_probs
     if slot == 0:
         return first[:, None], None
     table_rows = last_candidates.clamp(max=others.shape[2] - 1)[..., None]

@@ -47,7 +47,7 @@ class FastKernels:
     checks: Mapping[str, OperationCheck] = field(default_factory=dict)
     # Key: name of a field of `Kernels` that is not an operation. Value: the value of the field, set
     # only if all fast versions pass their checks.
-    features: Mapping[str, Any] = field(default_factory=dict)
+    extra_fields: Mapping[str, Any] = field(default_factory=dict)
 
 
 REFERENCE_KERNELS = Kernels(
@@ -122,7 +122,7 @@ def load_validated_kernels(import_path: str, device: torch.device) -> Kernels:
 
     features = {}
     if len(operations) == len(fast_kernels.operations):
-        features = fast_kernels.features
+        features = fast_kernels.extra_fields
     return replace(REFERENCE_KERNELS, **operations, **features)
 
 

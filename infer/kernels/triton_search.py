@@ -127,6 +127,6 @@ def best_first_search(candidates: CandidateTables, budget: int) -> DraftNodes:
         table.shape[1],
         BLOCK_N=triton.next_power_of_2(num_nodes + 1),
         BLOCK_M=triton.next_power_of_2(num_candidates),
-        CONDITIONAL=candidates.table[1].shape[2] > 1,
+        CONDITIONAL=candidates.candidate_log_probs[1].shape[2] > 1,
     )
     return DraftNodes(*nodes, scores)

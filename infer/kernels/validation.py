@@ -69,7 +69,7 @@ def check_linear(operation: Callable, device: torch.device) -> str:
     return describe_difference(operation(states, weights), reference.linear(states, weights))
 
 
-def make_cache_window(device: torch.device, width: int) -> CacheView:
+def make_random_cache_view(device: torch.device, width: int) -> CacheView:
     """Return a view of a small KV cache with random contents.
 
     width: number of new positions per batch row
@@ -95,7 +95,7 @@ def check_qk_norm_rope_write(operation: Callable, device: torch.device) -> str:
     norm = RMSNormWeights(make_normal_tensor(device, 1, 8, 24), 1e-5)
     results = []
     for implementation in (operation, reference.qk_norm_rope_write):
-        window = make_cache_window(device, 6)
+        window = make_random_cache_view(device, 6)
         layer_cache = window.layer_views()[1]
         queries = implementation(projected.clone(), 2, norm, (cosines, sines), layer_cache)
         results.append(torch.cat([queries.flatten(), window.cache.buffer.flatten()]))
@@ -107,7 +107,7 @@ def check_attend(operation: Callable, device: torch.device) -> str:
 
     The mask combines a draft-tree mask and a sliding window.
     """
-    window = make_cache_window(device, 6)
+    window = make_random_cache_view(device, 6)
     random_pairs = make_normal_tensor(torch.device("cpu"), 2, 6, 6) < 0
     inside = torch.eye(6, dtype=torch.bool) | random_pairs.tril()
     steps = torch.tensor([0, 1, 1, 2, 3, 3], device=device)

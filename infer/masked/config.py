@@ -4,7 +4,7 @@ invalid options are refused before torch is loaded."""
 from dataclasses import asdict, dataclass
 from typing import ClassVar
 
-from infer.config import GRAMMAR_OPTIONS, TextOptions, append_inherited_help
+from infer.config import GRAMMAR_OPTIONS, SamplingOptions, append_inherited_help
 from infer.utils.checks import require_at_least, require_one_of
 
 MAX_MASKED_DRAFT_LENGTH = 8
@@ -60,26 +60,26 @@ class MaskedConfig:
 
 @append_inherited_help
 @dataclass
-class MaskedOptions(MaskedConfig, TextOptions):
+class MaskedOptions(MaskedConfig, SamplingOptions):
     """All options of decoding with a masked diffusion model: the options of MaskedConfig and those
     of TextOptions."""
 
     def check(self) -> None:
         """Raise ValueError if an option has an invalid value, or a value that masked diffusion
         decoding does not support."""
-        TextOptions.check(self)
+        SamplingOptions.check(self)
         MaskedConfig.check(self)
         check_masked_text_options(self)
 
 
-def check_masked_text_options(options: TextOptions) -> None:
+def check_masked_text_options(options: SamplingOptions) -> None:
     """Raise ValueError if an option in `options` is not supported by masked diffusion decoding.
 
     Masked diffusion decoding fills positions in any order, so grammars and penalties are not
     supported. Each token is the likeliest token of its position, or a sample from the whole
     distribution, so that filters such as top_k are not supported either.
     """
-    defaults = TextOptions()
+    defaults = SamplingOptions()
     for name in ("top_k", "top_p", "min_p", "repetition_penalty", "logprobs", *GRAMMAR_OPTIONS):
         value = getattr(options, name)
         if value != getattr(defaults, name):
@@ -88,10 +88,10 @@ def check_masked_text_options(options: TextOptions) -> None:
             )
 
 
-def merge_masked_options(text: TextOptions, masked: MaskedConfig) -> MaskedOptions:
+def merge_masked_options(text: SamplingOptions, masked: MaskedConfig) -> MaskedOptions:
     """Combine two sets of options to one, and check it. Raises ValueError for an option that masked
     diffusion decoding does not support."""
-    text_options = {name: getattr(text, name) for name in TextOptions.__dataclass_fields__}
+    text_options = {name: getattr(text, name) for name in SamplingOptions.__dataclass_fields__}
     options = MaskedOptions(**text_options, **asdict(masked))
     options.check()
     return options

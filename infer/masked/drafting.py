@@ -51,8 +51,8 @@ Predictions = dict[int, Prediction]  # keys are positions in the sequence
 class DraftPlan:
     """The masked positions of a sequence, and the limits of the drafts of one round."""
 
-    masked: Sequence[int]  # masked positions, ascending
-    start: int  # first position after the prompt, where the first block starts
+    masked_positions: Sequence[int]  # masked positions, ascending
+    output_start: int  # first position after the prompt, where the first block starts
     block_length: int
     max_writes: int  # maximum number of drafted tokens
 
@@ -64,7 +64,7 @@ class DraftPlan:
         """
         written = {position for position, _ in state}
         open_positions: list[int] = []
-        for position in self.masked:
+        for position in self.masked_positions:
             if open_positions and self.block_index(position) != self.block_index(open_positions[0]):
                 break
             if position not in written:
@@ -74,7 +74,7 @@ class DraftPlan:
     def block_index(self, position: int) -> int:
         """Return the index of the block that contains a position. The first block after the prompt
         has index 0."""
-        return (position - self.start) // self.block_length
+        return (position - self.output_start) // self.block_length
 
 
 def summarise_logits(
@@ -120,7 +120,7 @@ def choose_chain_writes(predictions: Predictions, plan: DraftPlan, length: int) 
     """Return the `length` likeliest writes in the order in which decoding would make them: block by
     block, and by descending confidence within a block (SSD section 3.2.2). A write is (position,
     token)."""
-    positions = [position for position in plan.masked if position in predictions]
+    positions = [position for position in plan.masked_positions if position in predictions]
     positions.sort(
         key=lambda position: (
             plan.block_index(position),
@@ -232,7 +232,7 @@ def estimate_position_probabilities(
     }
     adjacent_probability = 0.0
     if last_position is not None and last_position + 1 in weights:
-        adjacent_probability = statistics.adjacent_rate.value
+        adjacent_probability = statistics.right_neighbour_rate.value
     scale = (1 - adjacent_probability) / sum(weights.values())
     return [
         (position, scale * weight + adjacent_probability * (position - 1 == last_position))
@@ -255,7 +255,7 @@ def estimate_token_probabilities(
         token: math.exp(log_prob)
         for token, log_prob in zip(prediction.tokens, prediction.log_probs, strict=True)
     }
-    context_length, predicted_token = statistics.predict(position, written)
+    context_length, predicted_token = statistics.predict_token(position, written)
     if context_length:
         hit_rate = statistics.context_rates[context_length].value
         for token in probabilities:
@@ -264,7 +264,7 @@ def estimate_token_probabilities(
     return list(probabilities.items())
 
 
-def pick_states(
+def draft_states(
     predictions: Predictions, plan: DraftPlan, options: MaskedConfig, statistics: SequenceStatistics
 ) -> list[State]:
     """Choose the states (sets of drafted writes) that a round computes, by `options.method`. The
@@ -281,7 +281,7 @@ def pick_states(
     return make_chain_states(writes)
 
 
-def take_steps(
+def accept_writes(
     states: Sequence[State], predictions: Sequence[Predictions], plan: DraftPlan
 ) -> tuple[list[Write], int]:
     """Take decoding steps as long as the state that they reach is in `states`, for which the model

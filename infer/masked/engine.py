@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import torch
 
-from infer.config import TextOptions
+from infer.config import SamplingOptions
 from infer.engine.budget import NodeBudget
 from infer.engine.engine import Engine
 from infer.engine.sampling import gumbel_noise
@@ -25,10 +25,10 @@ from infer.engine.sequence import LogitsProcessor, Stopwatch
 from infer.masked.config import MaskedConfig, check_masked_text_options
 from infer.masked.drafting import (
     Predictions,
+    accept_writes,
+    draft_states,
     parse_predictions,
-    pick_states,
     summarise_logits,
-    take_steps,
 )
 from infer.masked.model import MaskedModel
 from infer.masked.passes import DualCachePasses, FullRowPasses, SequenceTask
@@ -58,7 +58,7 @@ class MaskedEngine(Engine):
         # and `Scheduler` use.
         self._use_runner(cast(Any, runner))
 
-    def check_options(self, options: TextOptions) -> None:
+    def check_options(self, options: SamplingOptions) -> None:
         super().check_options(options)
         check_masked_text_options(options)
 
@@ -90,7 +90,7 @@ class MaskedRunner:
         self.free_rows = list(range(options.max_num_seqs))
 
     def create_sequence(
-        self, prompt: list[int], options: TextOptions, processors: abc.Sequence[LogitsProcessor]
+        self, prompt: list[int], options: SamplingOptions, processors: abc.Sequence[LogitsProcessor]
     ) -> MaskedSequence:
         """Return a sequence that can be added to the scheduler's queue. Raises ValueError if
         `processors` is not empty."""
@@ -133,7 +133,7 @@ class MaskedRunner:
         groups: dict[int, list[SequenceTask]] = {}
         for sequence in sequences:
             plan = passes.make_plan(sequence)
-            states = pick_states(sequence.predictions, plan, self.options, sequence.statistics)
+            states = draft_states(sequence.predictions, plan, self.options, sequence.statistics)
             positions = passes.list_positions_to_predict(sequence, plan, states)
             task = SequenceTask(sequence, plan, states, positions)
             groups.setdefault(passes.get_pass_group(sequence), []).append(task)
@@ -180,7 +180,7 @@ class MaskedRunner:
             sequence)
         """
         sequence = task.sequence
-        writes, last_state = take_steps(task.states, predictions, task.plan)
+        writes, last_state = accept_writes(task.states, predictions, task.plan)
         # If a position has several predictions, keep that of the last state, which contains the
         # newest writes.
         sequence.predictions |= predictions[0] | predictions[last_state]
@@ -200,7 +200,7 @@ class MaskedRunner:
         used."""
         for sequence in sequences:
             if sequence.finish_reason is not None:
-                sequence.row = None
+                sequence.token_row = None
                 self.free_rows.append(sequence.cache_row)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import cast
 
-from infer.config import EvaluationConfig, TextOptions
+from infer.config import EvaluationConfig, SamplingOptions
 from infer.evaluation.evaluate import summarise_prompt_set
 from infer.evaluation.measurement import (
     DecodingVariant,
@@ -37,7 +37,7 @@ EVALUATED_STATES_OF_GUIDED_ROUND = 16
 def make_evaluation_options(evaluation: EvaluationConfig, masked: MaskedConfig) -> MaskedOptions:
     """Return the decoding options of an evaluation. The output length is rounded up to whole
     blocks, and outputs continue after end tokens, so that all outputs have the same length."""
-    text = TextOptions(
+    text = SamplingOptions(
         max_new_tokens=masked.output_positions(evaluation.max_new_tokens),
         temperature=evaluation.temperature,
         ignore_eos=True,

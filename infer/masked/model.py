@@ -121,35 +121,35 @@ class MaskedModel:
         configs = (getattr(self.model, "generation_config", None), self.config)
         return find_eos_token_ids(configs, self.tokenizer, self.vocab_size)
 
-    def logits(
+    def compute_logits(
         self,
         ids: torch.Tensor,
-        allowed: torch.Tensor | None = None,
-        selected: tuple[torch.Tensor, torch.Tensor] | None = None,
+        attention_mask: torch.Tensor | None = None,
+        output_indices: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Return logits (B, length, vocab_size) for the tokens at the positions of `ids` (not for
         the next tokens). The logits of the mask token are minus infinity.
 
         ids: (B, length), token ids
-        allowed: (B, length) bool, false on padding, which is not attended to; None means no
+        attention_mask: (B, length) bool, false on padding, which is not attended to; None means no
             padding. Only models in MASKED_MODEL_TYPES_IN_TRANSFORMERS support padding.
-        selected: batch rows (num_selected,) and positions (num_selected,). If given, only the
+        output_indices: batch rows (num_selected,) and positions (num_selected,). If given, only the
             logits (num_selected, vocab_size) at these positions are computed, because a large head
             takes most of a small model's time.
         """
-        if allowed is None:
-            allowed = torch.ones_like(ids, dtype=torch.bool)
+        if attention_mask is None:
+            attention_mask = torch.ones_like(ids, dtype=torch.bool)
         if not self.takes_attention_masks:
-            assert allowed.all(), "rows of different lengths"
+            assert attention_mask.all(), "rows of different lengths"
             outputs = self.model(input_ids=ids).logits
-            return self._exclude_mask_token(self._select_outputs(outputs, selected))
+            return self._exclude_mask_token(self._select_outputs(outputs, output_indices))
 
         row_length = ids.shape[1]
-        mask = to_additive_mask(allowed[:, None, None], self.dtype)
+        mask = to_additive_mask(attention_mask[:, None, None], self.dtype)
         mask = mask.expand(-1, 1, row_length, -1)  # (B, 1, length, length)
         positions = torch.arange(row_length, device=ids.device)[None]
         hidden = self.compute_hidden(ids, positions, mask)
-        return self.head(self._select_outputs(hidden, selected))
+        return self.head(self._select_outputs(hidden, output_indices))
 
     def _select_outputs(
         self, outputs: torch.Tensor, selected: tuple[torch.Tensor, torch.Tensor] | None

@@ -47,7 +47,7 @@ class SequenceStatistics:
 
     tokens: dict[int, int]  # known tokens by position; at first only the prompt
     # How often a write came directly to the right of the previous write.
-    adjacent_rate: HitRate = field(default_factory=HitRate)
+    right_neighbour_rate: HitRate = field(default_factory=HitRate)
     # Entry n: how often predictions from n context tokens were right.
     context_rates: list[HitRate] = field(default_factory=make_context_hit_rates)
     last_position: int | None = None  # the position that was written last
@@ -56,7 +56,7 @@ class SequenceStatistics:
 
     def __post_init__(self) -> None:
         for position in self.tokens:
-            self._learn(position)
+            self._record_ngrams(position)
 
     def record_writes(self, writes: Iterable[tuple[int, int]]) -> None:
         """Add the tokens of a decoding round to the statistics.
@@ -64,18 +64,18 @@ class SequenceStatistics:
         writes: (position, token) pairs in the order in which they were written
         """
         for position, token in writes:
-            context_length, predicted_token = self.predict(position, {})
+            context_length, predicted_token = self.predict_token(position, {})
             if context_length:
                 self.context_rates[context_length].record(predicted_token == token)
             if self.last_position is not None and self.last_position + 1 not in self.tokens:
-                self.adjacent_rate.record(position == self.last_position + 1)
+                self.right_neighbour_rate.record(position == self.last_position + 1)
 
             self.tokens[position] = token
             self.last_position = position
             for affected_position in range(position, position + MAX_NGRAM_LEFT_CONTEXT_TOKENS + 1):
-                self._learn(affected_position)
+                self._record_ngrams(affected_position)
 
-    def predict(self, position: int, drafted: dict[int, int]) -> tuple[int, int]:
+    def predict_token(self, position: int, drafted: dict[int, int]) -> tuple[int, int]:
         """Predict the token at a position from the tokens to the left of it (the context).
 
         drafted: drafted tokens, as a dictionary from position to token
@@ -104,7 +104,7 @@ class SequenceStatistics:
             context.append(token)
         return tuple(reversed(context))
 
-    def _learn(self, position: int) -> None:
+    def _record_ngrams(self, position: int) -> None:
         """Store that the token at a position followed the tokens to the left of it. Do nothing if
         the token is not known yet."""
         if position in self.tokens:

@@ -54,7 +54,7 @@ def make_state_rows(row: torch.Tensor | None, states: Sequence[State]) -> torch.
 def pad_rows(tasks: Sequence[SequenceTask]) -> torch.Tensor:
     """Return the current token ids of the tasks' sequences, (num_sequences, max_length), padded
     with 0 on the right."""
-    rows = [task.sequence.row for task in tasks if task.sequence.row is not None]
+    rows = [task.sequence.token_row for task in tasks if task.sequence.token_row is not None]
     return pad_sequence(rows, batch_first=True)
 
 
@@ -70,7 +70,7 @@ class FullRowPasses:
     def make_plan(self, sequence: MaskedSequence) -> DraftPlan:
         """Return the limits of a round's drafts. Drafts may reach into later blocks. They leave at
         least one mask token for the round's last step, which is never drafted."""
-        max_writes = min(MAX_MASKED_DRAFT_LENGTH, len(sequence.masked) - 1)
+        max_writes = min(MAX_MASKED_DRAFT_LENGTH, len(sequence.masked_positions) - 1)
         return sequence.make_plan(self.block_length, max_writes)
 
     def list_positions_to_predict(
@@ -78,10 +78,12 @@ class FullRowPasses:
     ) -> list[list[int]]:
         """Return the positions to predict, a list for each state (copy of the sequence with drafted
         tokens). They are all positions that this round or the next round may write."""
-        reachable = plan.masked[: 2 * (MAX_MASKED_DRAFT_LENGTH + 1)]
+        reachable = plan.masked_positions[: 2 * (MAX_MASKED_DRAFT_LENGTH + 1)]
         last_block = plan.block_index(reachable[-1])
         positions = [
-            position for position in plan.masked if plan.block_index(position) <= last_block
+            position
+            for position in plan.masked_positions
+            if plan.block_index(position) <= last_block
         ]
         return [positions] * len(states)
 
@@ -91,8 +93,8 @@ class FullRowPasses:
         length can."""
         if self.model.takes_attention_masks:
             return 0
-        assert sequence.row is not None
-        return len(sequence.row)
+        assert sequence.token_row is not None
+        return len(sequence.token_row)
 
     def compute_logits(self, tasks: Sequence[SequenceTask]) -> torch.Tensor:
         """Run one forward pass for all tasks. Return the logits (num_predicted, vocab_size) of all
@@ -100,7 +102,7 @@ class FullRowPasses:
         rows = []
         row_positions: list[tuple[int, int]] = []
         for task in tasks:
-            state_rows = make_state_rows(task.sequence.row, task.states)
+            state_rows = make_state_rows(task.sequence.token_row, task.states)
             for row, positions in zip(state_rows, task.positions, strict=True):
                 row_positions += [(len(rows), position) for position in positions]
                 rows.append(row)
@@ -109,7 +111,7 @@ class FullRowPasses:
         lengths = torch.tensor([len(row) for row in rows], device=ids.device)
         is_token = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
         index = torch.tensor(row_positions, device=ids.device)
-        return self.model.logits(ids, is_token, (index[:, 0], index[:, 1]))
+        return self.model.compute_logits(ids, is_token, (index[:, 0], index[:, 1]))
 
 
 @dataclass(frozen=True)
@@ -204,7 +206,9 @@ class DualCachePasses:
         if sequence.is_full_step:
             next_block = plan.block_index(positions[0]) + 1
             next_positions = [
-                position for position in plan.masked if plan.block_index(position) == next_block
+                position
+                for position in plan.masked_positions
+                if plan.block_index(position) == next_block
             ]
             first_positions = positions + next_positions
         return [first_positions, *([positions] * (len(states) - 1))]
@@ -240,14 +244,16 @@ class DualCachePasses:
         cache = DualCacheView(self.buffer, cache_rows, length, is_full)
         # (B, num_positions, hidden_size)
         hidden = self.model.compute_hidden(ids, positions, mask, cache)
-        outputs = torch.tensor(self._list_outputs(tasks, starts, length, is_full), device=device)
+        outputs = torch.tensor(
+            self._list_output_indices(tasks, starts, length, is_full), device=device
+        )
         return self.model.head(hidden[outputs[:, 0], outputs[:, 1]])
 
     def _block_start(self, task: SequenceTask) -> int:
         """Return the first position that is computed for the current block. With a shifted model
         this is the position before the block, whose output predicts the block's first token."""
         block = task.plan.block_index(task.positions[0][0])
-        return task.plan.start + (block + 1) * task.plan.block_length - self.width
+        return task.plan.output_start + (block + 1) * task.plan.block_length - self.width
 
     def _concatenate_state_blocks(
         self, tasks: Sequence[SequenceTask], starts: Sequence[int], is_full: bool
@@ -263,11 +269,11 @@ class DualCachePasses:
         blocks = []
         for task, start in zip(tasks, starts, strict=True):
             states = task.states[1:] if is_full else task.states
-            state_rows = make_state_rows(task.sequence.row, states)
+            state_rows = make_state_rows(task.sequence.token_row, states)
             blocks.append(state_rows[:, start : start + self.width].flatten())
         return pad_sequence(blocks, batch_first=True)
 
-    def _list_outputs(
+    def _list_output_indices(
         self, tasks: Sequence[SequenceTask], starts: Sequence[int], length: int, is_full: bool
     ) -> list[tuple[int, int]]:
         """Return (batch row, column) of the output that predicts each position, in the order of
@@ -328,5 +334,5 @@ class DualCachePasses:
 
 def count_row_tokens(task: SequenceTask) -> int:
     """Return the number of tokens of the task's sequence, mask tokens included."""
-    assert task.sequence.row is not None
-    return len(task.sequence.row)
+    assert task.sequence.token_row is not None
+    return len(task.sequence.token_row)

@@ -39,8 +39,8 @@ class MaskedSequence(Sequence):
     writes: list[Write] = field(default_factory=list)
     # Token ids on the model's device: prompt, written tokens and mask tokens. None while the
     # sequence is not running.
-    row: torch.Tensor | None = None
-    masked: list[int] = field(default_factory=list)  # positions of mask tokens
+    token_row: torch.Tensor | None = None
+    masked_positions: list[int] = field(default_factory=list)  # positions of mask tokens
     # Keys are positions, values are the newest predictions, from which drafts are made.
     predictions: Predictions = field(default_factory=dict)
     statistics: SequenceStatistics = field(default_factory=lambda: SequenceStatistics({}))
@@ -72,8 +72,10 @@ class MaskedSequence(Sequence):
         self.is_full_step = True
         self.__post_init__()
         start = len(self.prompt)
-        self.row = torch.tensor(self.prompt + [model.mask_token_id] * length, device=model.device)
-        self.masked = list(range(start, start + length))
+        self.token_row = torch.tensor(
+            self.prompt + [model.mask_token_id] * length, device=model.device
+        )
+        self.masked_positions = list(range(start, start + length))
         self.statistics = SequenceStatistics(dict(enumerate(self.prompt)))
 
     def make_plan(self, block_length: int, max_writes: int) -> DraftPlan:
@@ -82,23 +84,25 @@ class MaskedSequence(Sequence):
         block_length: number of tokens per block
         max_writes: maximum number of drafted tokens
         """
-        return DraftPlan(self.masked, len(self.prompt), block_length, max_writes)
+        return DraftPlan(self.masked_positions, len(self.prompt), block_length, max_writes)
 
     def write(self, writes: abc.Sequence[Write], model: MaskedModel) -> None:
         """Replace mask tokens by the tokens of a decoding round.
 
         writes: (position in the row, token) pairs, in the order of the decoding steps
         """
-        assert self.row is not None
+        assert self.token_row is not None
         start = len(self.prompt)
-        positions, tokens = torch.tensor(writes, device=self.row.device).T
-        self.row[positions] = tokens
+        positions, tokens = torch.tensor(writes, device=self.token_row.device).T
+        self.token_row[positions] = tokens
         written = {position for position, _ in writes}
-        self.masked = [position for position in self.masked if position not in written]
+        self.masked_positions = [
+            position for position in self.masked_positions if position not in written
+        ]
         self.statistics.record_writes(writes)
         self.writes += [(position - start, token) for position, token in writes]
 
-        first_mask = self.masked[0] if self.masked else len(self.row)
+        first_mask = self.masked_positions[0] if self.masked_positions else len(self.token_row)
         new_positions = range(start + len(self.ids), first_mask)
         new_ids = [self.statistics.tokens[position] for position in new_positions]
         # The cast is safe: `append` needs only the tokenizer and the end tokens, which masked

@@ -13,10 +13,10 @@ The file is little endian, and its sections are aligned to 64 bytes:
                      of the header
     entries          uint32 for each node: last token << count_bits | count. A count that does not
                      fit into count_bits bits is stored as the largest value that does.
-    low              uint32 for each inner node, and one more value
-    base             int64 for each group of 65,536 values of `low`. The children of node i are the
-                     nodes child(i) .. child(i + 1) - 1, where
-                     child(i) = base[i >> LOG2_TRIE_NODES_PER_CHILD_BASE] + low[i].
+    child_offsets    uint32 for each inner node, and one more value
+    child_bases      int64 for each group of 65,536 values of `child_offsets`. The children of
+                     node i are the nodes child(i) .. child(i + 1) - 1, where child(i) =
+                     child_bases[i >> LOG2_TRIE_NODES_PER_CHILD_BASE] + child_offsets[i].
     overflow_nodes   int64, sorted: the nodes whose counts do not fit into an entry
     overflow_counts  int64: the counts of these nodes
 
@@ -73,10 +73,11 @@ class TrieArrays(NamedTuple):
     """
 
     entries: np.ndarray  # (number of nodes,) uint32: last token and count of each node
-    # (inner_nodes + 1,) uint32: first child of each node, minus the entry of `base` for its group
-    low: np.ndarray
+    # (inner_nodes + 1,) uint32: first child of each node, minus the entry of `child_bases` for its
+    # group
+    child_offsets: np.ndarray
     # (number of groups,) int64: first child of each group of 65,536 nodes
-    base: np.ndarray
+    child_bases: np.ndarray
     overflow_nodes: np.ndarray  # int64, sorted: nodes whose counts do not fit into an entry
     overflow_counts: np.ndarray  # int64: the counts of the nodes in `overflow_nodes`
     count_bits: int  # number of low bits of an entry that hold the count
@@ -232,7 +233,7 @@ class NGramModel:
     order: int  # number of tokens of the longest n-grams
     vocabulary: int  # number of token ids
     num_tokens: int  # number of tokens of the corpus
-    nodes: tuple[int, ...]  # number of n-grams of 1, 2, .. order tokens
+    nodes_per_level: tuple[int, ...]  # number of n-grams of 1, 2, .. order tokens
     digest: str  # digest of the tokenizer that produced the token ids
     size_bytes: int
     trie: TrieArrays
@@ -304,8 +305,8 @@ def get_first_child(trie: TrieArrays, node: Int64) -> Int64:
     """Return the node number of an inner node's first child. If `node` is the number after the last
     inner node, return the number of all nodes."""
     num_nodes = len(trie.entries)
-    base = min(max(trie.base[node >> LOG2_TRIE_NODES_PER_CHILD_BASE], 0), num_nodes)
-    return min(base + np.int64(trie.low[node]), num_nodes)
+    base = min(max(trie.child_bases[node >> LOG2_TRIE_NODES_PER_CHILD_BASE], 0), num_nodes)
+    return min(base + np.int64(trie.child_offsets[node]), num_nodes)
 
 
 @njit
@@ -410,7 +411,7 @@ def fill_unigram_probabilities(
 
 
 @njit
-def extend_path(
+def compute_next_token_probabilities(
     trie: TrieArrays,
     suffix_nodes: np.ndarray,
     tokens: np.ndarray,

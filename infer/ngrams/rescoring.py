@@ -8,7 +8,7 @@ are then scaled, so that the candidates have the same total probability as under
 
 A log-probability is at most 0, so scores decrease along a path. DDTree's search therefore finds the
 best prefixes exactly, as it does with marginals alone. The n-gram probabilities of the corpus are
-corrected by those of the sequence itself (`apply_context_counts`), because a text repeats names and
+corrected by those of the sequence itself (`blend_context_counts`), because a text repeats names and
 phrases.
 
 The search stores trie nodes with each path: `suffix_nodes[k]` is the node of the path's last k + 1
@@ -29,7 +29,7 @@ import numpy as np
 from infer.ngrams.model import (
     Int64,
     TrieArrays,
-    extend_path,
+    compute_next_token_probabilities,
     fill_unigram_probabilities,
     find_suffix_nodes,
     get_child_range,
@@ -70,7 +70,8 @@ class NGramRescorer(NamedTuple):
     # (positions, candidates) int64: index of each of `candidate_tokens` in the drafter's own list
     sorted_columns: np.ndarray
     # (1 + (positions - 1) * rows_per_position, candidates) float32: the drafter's log-probabilities
-    # of the candidates. Row 0 is the first position; `get_table_row` gives the rows of the others.
+    # of the candidates. Row 0 is the first position; `get_log_prob_row` gives the rows of the
+    # others.
     log_prob_table: np.ndarray
     # (positions, vocabulary) float32: the drafter's marginal log-probability of each token; or
     # (positions, 1): one log-probability for all tokens that n-grams add
@@ -130,7 +131,7 @@ def find_path_matches(
 
 
 @njit
-def apply_context_counts(
+def blend_context_counts(
     sequence: np.ndarray,
     match_ends: np.ndarray,
     match_lengths: np.ndarray,
@@ -264,7 +265,7 @@ def rescore_candidates(log_q: np.ndarray, probabilities: np.ndarray, weight: flo
 
 
 @njit
-def get_table_row(depth: Int64, rows_per_position: Int64, candidate: Int64) -> Int64:
+def get_log_prob_row(depth: Int64, rows_per_position: Int64, candidate: Int64) -> Int64:
     """Return the row of `NGramRescorer.log_prob_table` for the drafted position `depth`, if the
     previous token is candidate number `candidate` of the previous position."""
     return max(0, 1 + (depth - 1) * rows_per_position + min(candidate, rows_per_position - 1))
@@ -292,7 +293,7 @@ def fill_drafter_log_probs(
         marginal = max(0, min(tokens[i], rescorer.marginal_log_probs.shape[1] - 1))
         value = rescorer.marginal_log_probs[depth, marginal]
         if columns[i] >= 0 and has_row:
-            row = get_table_row(depth, rescorer.rows_per_position, max(previous_column, 0))
+            row = get_log_prob_row(depth, rescorer.rows_per_position, max(previous_column, 0))
             value = rescorer.log_prob_table[row, columns[i]]
         log_q[i] = (
             value if value > FORBIDDEN_TOKEN_LOG_PROBABILITY else FORBIDDEN_TOKEN_LOG_PROBABILITY
@@ -344,7 +345,7 @@ def score_node_children(
     fill_unigram_probabilities(
         rescorer.trie, rescorer.num_tokens, candidates, unigram_probabilities
     )
-    extend_path(
+    compute_next_token_probabilities(
         rescorer.trie,
         suffix_nodes,
         candidates,
@@ -352,7 +353,7 @@ def score_node_children(
         rescorer.child_suffix_nodes[node],
         probabilities,
     )
-    apply_context_counts(
+    blend_context_counts(
         sequence, match_ends, match_lengths, num_matches, candidates, probabilities
     )
     fill_drafter_log_probs(rescorer, depth, previous_column, candidates, columns, log_q[node])

@@ -61,7 +61,7 @@ class ToolCallFormat:
     allows_several: bool = True
 
     @property
-    def template_fields(self) -> dict:
+    def response_template_fields(self) -> dict:
         """The entry "fields" of a response template of transformers for this family.
 
         The response parser is told to return a tool call as text instead of parsing it as JSON. A
@@ -214,7 +214,7 @@ class AnswerFormat:
         """
         return AnswerParser(self, tools, self.parser_prefix(prompt))
 
-    def parser_template(self, includes_calls: bool) -> dict:
+    def build_response_template(self, includes_calls: bool) -> dict:
         """Return the response template with which transformers parses an answer.
 
         includes_calls: whether tool calls are separated from the content; if false, they are left
@@ -223,7 +223,10 @@ class AnswerFormat:
         template: dict[str, Any] | None = self.response_template
         if template is None:
             assert self.call_format is not None
-            template = {"start_anchor_pattern": r"\A", "fields": self.call_format.template_fields}
+            template = {
+                "start_anchor_pattern": r"\A",
+                "fields": self.call_format.response_template_fields,
+            }
         fields = dict(template["fields"])
         if not includes_calls:
             fields.pop("tool_calls", None)
@@ -323,7 +326,7 @@ class AnswerParser:
     is_broken: bool = False
 
     def __post_init__(self) -> None:
-        template = self.answer_format.parser_template(bool(self.tools))
+        template = self.answer_format.build_response_template(bool(self.tools))
         tools = cast(list[Any], [vars(tool) for tool in self.tools])
         self.parser = ResponseParser(template, prefix=self.prefix, tools=tools)
         self.has_reasoning = any(

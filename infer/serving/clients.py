@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from infer.config import DecodeOptions, TextOptions
+from infer.config import DecodeOptions, SamplingOptions
 from infer.serving.regeneration_task import (
     PromptExample,
     RegenerationTask,
@@ -55,7 +55,7 @@ def build_request_body(task: RegenerationTask, model: str, options: DecodeOption
         "top_p": options.top_p,
     }
     values = vars(options)
-    defaults = vars(TextOptions())
+    defaults = vars(SamplingOptions())
     for name in EXTRA_SAMPLING_OPTIONS:
         if values[name] != defaults[name]:
             body[name] = values[name]

@@ -63,7 +63,11 @@ class ServerConfig:
         require_at_least(
             self, "server.", max_length=2, max_requests=1, max_body_bytes=1, memory_limit_mib=1024
         )
-        if self.key() is None and not self.allow_unauthenticated and not is_loopback(self.host):
+        if (
+            self.read_api_key() is None
+            and not self.allow_unauthenticated
+            and not is_loopback(self.host)
+        ):
             raise ValueError(
                 f"server.host={self.host}: other machines can reach this address, and the server "
                 f"requires no key. Set the environment variable {API_KEY_ENVIRONMENT_VARIABLE} to "
@@ -77,7 +81,7 @@ class ServerConfig:
         host = f"[{self.host}]" if is_ipv6 else self.host
         return f"http://{host}:{self.port}"
 
-    def key(self) -> bytes | None:
+    def read_api_key(self) -> bytes | None:
         """Return the API key that requests must send, or None if no key is required.
 
         Raises ValueError for a malformed key. The error message does not contain the key.

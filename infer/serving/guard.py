@@ -50,13 +50,13 @@ class RequestGuard:
             f"the request body is larger than {self.max_body_bytes} bytes: send less, or start "
             "the server with a larger server.max_body_bytes"
         )
-        key = options.key()
+        key = options.read_api_key()
         self.expected_authorization = None if key is None else b"Bearer " + key
         self.requires_local_host = (
             key is None and not options.allow_unauthenticated and is_loopback(options.host)
         )
 
-    def refuse(self, scope: Scope) -> Response | None:
+    def check_request(self, scope: Scope) -> Response | None:
         """Check the headers of a request before its body is read.
 
         Returns None if the request is accepted, else the error response to send.
@@ -88,7 +88,7 @@ class RequestGuard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        refusal = self.refuse(scope)
+        refusal = self.check_request(scope)
         if refusal is not None:
             return await refusal(scope, receive, send)
         received_bytes = 0

@@ -23,7 +23,7 @@ from transformers import (
 )
 from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput, MaxLengthCriteria
 
-from infer.config import EngineConfig, TextOptions
+from infer.config import EngineConfig, SamplingOptions
 from infer.drafters.base import Drafter
 from infer.engine.engine import Engine
 from infer.engine.sequence import LogitsProcessor, Sequence
@@ -126,7 +126,7 @@ def speculative(
         outputs = _decode(engine, sequences, input_ids, criteria, streamer)
         if streamer is not None:
             streamer.end()
-        output_ids = _join_outputs(input_ids, outputs, generation_config)
+        output_ids = _concatenate_prompts_and_outputs(input_ids, outputs, generation_config)
         if generation_config.return_dict_in_generate:
             return GenerateDecoderOnlyOutput(sequences=output_ids)  # ty: ignore[invalid-argument-type]
         return output_ids
@@ -180,7 +180,7 @@ def _submit_prompts(
         ]
         sampling_options, remaining = _extract_options(row_processors, padding.shape[1])
         temperature = sampling_options.pop("temperature", 1.0)
-        options = TextOptions(
+        options = SamplingOptions(
             max_new_tokens=max_new_tokens,
             seed=seed,
             # EosTokenCriteria, one of the stopping criteria of `generate`, handles end tokens.
@@ -270,7 +270,7 @@ def _decode(
     # stopping criteria so far.
     lengths = dict.fromkeys(sequences, 0)
     prompts = dict(zip(sequences, input_ids, strict=True))
-    while engine.busy:
+    while engine.has_unfinished_sequences:
         for sequence in engine.step():
             previous_length = lengths[sequence]
             while lengths[sequence] < len(sequence.ids) and not sequence.cancelled:
@@ -370,7 +370,9 @@ def _refuse_unsupported(
         )
 
 
-def _join_outputs(input_ids: torch.Tensor, outputs: list[list[int]], config: Any) -> torch.Tensor:
+def _concatenate_prompts_and_outputs(
+    input_ids: torch.Tensor, outputs: list[list[int]], config: Any
+) -> torch.Tensor:
     """Return prompts and outputs as one tensor of shape (batch, prompt tokens + output tokens).
 
     Outputs that are shorter than the longest one are padded at the end.

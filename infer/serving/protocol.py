@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from infer.config import TextOptions
+from infer.config import SamplingOptions
 from infer.engine.sampling import derive_seed
 from infer.serving.messages import (
     FAIL_FAST_LIST_FIELD,
@@ -38,7 +38,7 @@ def as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-def check_prompt_count(value: Any) -> Any:
+def normalise_prompts(value: Any) -> Any:
     """Return the field "prompt" of a request, with a single string put into a list.
 
     Raises ValueError if there are more than MAX_PROMPTS_PER_REQUEST prompts.
@@ -206,7 +206,7 @@ class CompletionRequest(StrictModel):
             )
         return options
 
-    def to_text_options(self, max_new_tokens: int, index: int) -> TextOptions:
+    def to_text_options(self, max_new_tokens: int, index: int) -> SamplingOptions:
         """Return the options with which the engine generates one answer to the request.
 
         If the field `seed` is null, the seed is random. Otherwise it is derived from the field and
@@ -219,7 +219,7 @@ class CompletionRequest(StrictModel):
             include=REQUEST_FIELDS_COPIED_TO_TEXT_OPTIONS
         )
         grammar_options: dict[str, Any] = self.grammar_options()
-        return TextOptions(
+        return SamplingOptions(
             max_new_tokens,
             seed=seed,
             top_k=max(0, self.top_k),
@@ -236,7 +236,7 @@ class PromptRequest(CompletionRequest):
         TokenIds
         | Annotated[list[str], FAIL_FAST_LIST_FIELD]
         | Annotated[list[TokenIds], FAIL_FAST_LIST_FIELD],
-        BeforeValidator(check_prompt_count),
+        BeforeValidator(normalise_prompts),
         Field(min_length=1),
     ]
     logprobs: int | None = Field(None, ge=0, le=20)

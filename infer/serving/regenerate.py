@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-from infer.config import EngineConfig, TextOptions
+from infer.config import EngineConfig, SamplingOptions
 from infer.engine.sequence import Sequence
 from infer.serving.regeneration_task import (
     AnswerExamples,
@@ -107,7 +107,7 @@ def build_engine_answerer(target: Any, drafter: Any, options: Any, capacity: int
                     break
                 engine_tasks.pop(0)
                 yield record
-            if engine.busy:
+            if engine.has_unfinished_sequences:
                 engine.step()
 
     return answer_examples
@@ -292,7 +292,7 @@ def repair_and_count_lines(path: Path) -> tuple[int, int]:
     return count, last_index
 
 
-def select_output_options(options: TextOptions) -> dict:
+def select_output_options(options: SamplingOptions) -> dict:
     """Return {name: value} of the options that determine an output.
 
     Options that change only the speed are left out.

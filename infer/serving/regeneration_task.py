@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
-from infer.config import TextOptions
+from infer.config import SamplingOptions
 from infer.engine.sampling import derive_seed
 
 # Finish reasons of complete outputs. An output with another reason was cut off, for example by a
@@ -20,7 +20,7 @@ from infer.engine.sampling import derive_seed
 COMPLETE_FINISH_REASONS = ("stop", "tool_calls")
 # Matches a tool call in the text of an answer, in the format of Qwen and Hermes models
 TOOL_CALL_PATTERN = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
-AnyTextOptions = TypeVar("AnyTextOptions", bound=TextOptions)
+AnyTextOptions = TypeVar("AnyTextOptions", bound=SamplingOptions)
 
 
 @dataclass(frozen=True)

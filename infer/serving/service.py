@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from infer.api import encode_prompt
-from infer.config import TextOptions
+from infer.config import SamplingOptions
 from infer.engine.engine import Engine
 from infer.engine.grammar import (
     check_grammar_size,
@@ -61,7 +61,7 @@ class CompletionService:
 
     active_requests: the `SequenceRequest`s of all admitted requests that still have an open
         connection
-    preparing_sequences: number of sequences that are being tokenised or checked
+    num_preparing_sequences: number of sequences that are being tokenised or checked
     """
 
     def __init__(self, engine: Engine, options: ServerConfig) -> None:
@@ -83,7 +83,7 @@ class CompletionService:
         self.metrics = ServerMetrics(labels)
         self.worker = EngineThread(engine, self.metrics)
         self.active_requests: set[SequenceRequest] = set()
-        self.preparing_sequences = 0
+        self.num_preparing_sequences = 0
         self.grammar_sandbox = GrammarSandbox(partial(serialise_tokenizer, engine.target))
         # Prompts with and without a grammar have separate threads, so that a grammar that compiles
         # slowly does not delay requests without a grammar.
@@ -119,7 +119,7 @@ class CompletionService:
         """
         prompts = self._check_load(request)
         sequence_count = len(prompts) * request.n
-        self.preparing_sequences += sequence_count
+        self.num_preparing_sequences += sequence_count
         try:
             has_grammar = request.grammar_options() or request.required_tools
             pool = self.grammar_pool if has_grammar else self.prompt_pool
@@ -130,7 +130,7 @@ class CompletionService:
         except ValueError as error:
             raise HTTPException(400, str(error)) from error
         finally:
-            self.preparing_sequences -= sequence_count
+            self.num_preparing_sequences -= sequence_count
         self.active_requests.update(sequence_requests)
         for sequence_request in sequence_requests:
             self.worker.inbox.put(sequence_request)
@@ -152,7 +152,7 @@ class CompletionService:
             )
         prompts = request.prompts()
         sequence_count = len(prompts) * request.n
-        active_count = len(self.active_requests) + self.preparing_sequences
+        active_count = len(self.active_requests) + self.num_preparing_sequences
         limit = self.options.max_requests
         if sequence_count > limit:
             raise HTTPException(
@@ -209,7 +209,7 @@ class CompletionService:
 
     def _check_options(
         self, request: CompletionRequest, prompt_ids: list[int], index: int
-    ) -> TextOptions:
+    ) -> SamplingOptions:
         """Return the options with which the engine generates one answer to a request.
 
         index: number of the answer in the request

@@ -18,7 +18,7 @@ import prometheus_client
 import torch
 
 from infer.api import IncrementalDetokenizer
-from infer.config import TextOptions
+from infer.config import SamplingOptions
 from infer.engine.engine import Engine
 from infer.engine.sequence import Sequence
 from infer.serving.responses import SequenceDelta, make_failure_delta
@@ -53,7 +53,7 @@ class SequenceRequest:
     """
 
     prompt: list[int]
-    options: TextOptions
+    options: SamplingOptions
     loop: asyncio.AbstractEventLoop
     deltas: "asyncio.Queue[tuple[int, SequenceDelta]]"
     index: int
@@ -131,7 +131,7 @@ class EngineThread(threading.Thread):
         """
         while True:
             requests = []
-            if not self.engine.busy:
+            if not self.engine.has_unfinished_sequences:
                 requests.append(self.inbox.get())  # sleeps until there is work
             while not self.inbox.empty():
                 requests.append(self.inbox.get())
@@ -140,7 +140,7 @@ class EngineThread(threading.Thread):
             for request in requests:
                 assert request is not None
                 self._submit(request)
-            if self.engine.busy:
+            if self.engine.has_unfinished_sequences:
                 failure = self._run_round()
                 if failure is not None:
                     self._recover(failure)
@@ -151,7 +151,7 @@ class EngineThread(threading.Thread):
         try:
             sequence = self.engine.submit(request.prompt, request.options)
             request.sequence = sequence
-            sequence.trace = request.trace
+            sequence.records_rejected = request.trace
             detokenizer = IncrementalDetokenizer(
                 self.engine.target, sequence, request.keep_special_tokens
             )

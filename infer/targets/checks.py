@@ -49,7 +49,7 @@ ShapeMismatch = tuple[str, Shape, Shape]
 
 
 @contextmanager
-def delay_warnings() -> Generator[None]:
+def delay_transformers_logs() -> Generator[None]:
     """Collect the log messages that transformers writes within the `with` block. If the block
     succeeds, they are logged at its end. If the block raises an exception, they are dropped."""
     logger = get_logger("transformers")
@@ -335,7 +335,7 @@ def is_ignored_tensor(name: str, model: PreTrainedModel) -> bool:
     return 0 <= int(layer[1]) - config.num_hidden_layers < prediction_layers
 
 
-def check_tensors(
+def refuse_tensor_errors(
     path: str,
     model: PreTrainedModel,
     missing: Iterable[str],
@@ -372,7 +372,7 @@ def check_loading_info(
     path: the target's path, for the error message
     info: the loading information from `from_pretrained(..., output_loading_info=True)`
     """
-    check_tensors(
+    refuse_tensor_errors(
         path, model, info["missing_keys"], info["mismatched_keys"], info["unexpected_keys"], remedy
     )
 

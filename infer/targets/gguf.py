@@ -18,7 +18,7 @@ from infer.targets.checks import (
     check_finite,
     check_loading_info,
     check_model_size,
-    delay_warnings,
+    delay_transformers_logs,
     format_error,
 )
 from infer.targets.model_cache import cache_folder, create_cached_folder, save_model
@@ -50,7 +50,7 @@ MERGE_SPLIT_GGUF_HINT = (
 )
 
 
-def find_packaged_file(name: str) -> Path:
+def find_packaged_gguf(name: str) -> Path:
     """Return the path of a GGUF file that is part of an installed Python package. Raises
     FileNotFoundError if the package is not installed; the message contains the command that
     installs it.
@@ -84,7 +84,7 @@ def convert_gguf_once(file: Path) -> Path:
         folder,
         message,
         lambda: open_gguf(file),
-        lambda reader, output: write_model_folder(file, reader, output),
+        lambda reader, output: convert_gguf_to_folder(file, reader, output),
     )
 
 
@@ -148,7 +148,7 @@ def check_gguf_sizes(file: Path, reader: "GGUFReader") -> None:
             )
 
 
-def write_model_folder(file: Path, reader: "GGUFReader", output: Path) -> None:
+def convert_gguf_to_folder(file: Path, reader: "GGUFReader", output: Path) -> None:
     """Convert a GGUF file to a Hugging Face folder with the model and the tokenizer.
 
     reader: reader of the file's header, from `open_gguf`
@@ -160,7 +160,7 @@ def write_model_folder(file: Path, reader: "GGUFReader", output: Path) -> None:
     """
     logging.disable_progress_bar()
     source: dict[str, Any] = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
-    with explain_read_errors(file), delay_warnings():
+    with explain_read_errors(file), delay_transformers_logs():
         pre_tokenizer = None
         pre_tokenizer_field = reader.get_field("tokenizer.ggml.pre")
         if pre_tokenizer_field is not None:

@@ -12,7 +12,7 @@ SAMPLES_PER_WEIGHT_FILE = 256
 WEIGHT_SAMPLE_BYTES = 4096
 
 
-def target_identity(path: str, tokenizer: str | None) -> dict[str, str | None]:
+def compute_target_digests(path: str, tokenizer: str | None) -> dict[str, str | None]:
     """Return digests that identify the target at `path`, under the keys "weights", "config" and
     "tokenizer". The config's digest is None if the target has no config.json.
 

@@ -24,7 +24,7 @@ from infer.attention.kv_cache import CacheView, LayerCacheView, PackedLayerView
 from infer.attention.masks import AttentionMask
 from infer.kernels.operands import Activation, LinearWeights, RMSNormWeights
 from infer.kernels.table import Kernels
-from infer.targets.recurrent import PackedCacheView
+from infer.targets.recurrent import UncachedPackedView
 
 CosinesAndSines = tuple[torch.Tensor, torch.Tensor]
 RotationsByLayerType = dict[str, CosinesAndSines]
@@ -147,7 +147,7 @@ class KernelDecoder:
         ids: torch.Tensor,
         positions: torch.Tensor,
         masks: MasksByLayerType,
-        cache_view: CacheView | PackedCacheView,
+        cache_view: CacheView | UncachedPackedView,
         feature_layer_ids: tuple[int, ...],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run all layers on token ids at absolute positions.

@@ -8,7 +8,7 @@ import torch
 
 from infer.attention.kv_cache import CacheView
 from infer.attention.masks import AttentionMask, build_tree_mask
-from infer.targets.support import CHUNKED_ATTENTION
+from infer.targets.support import CHUNKED_ATTENTION_LAYER_TYPE
 
 
 def build_masks_by_layer_type(
@@ -22,7 +22,7 @@ def build_masks_by_layer_type(
         the size of a chunk)
     """
     return {
-        layer_type: make_mask(window=window, chunked=layer_type == CHUNKED_ATTENTION)
+        layer_type: make_mask(window=window, chunked=layer_type == CHUNKED_ATTENTION_LAYER_TYPE)
         for layer_type, window in windows.items()
     }
 

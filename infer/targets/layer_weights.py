@@ -15,8 +15,8 @@ from infer.targets.checks import (
     DOWNLOAD_AGAIN_HINT,
     Shape,
     check_finite,
-    check_tensors,
     read_tensor_shapes,
+    refuse_tensor_errors,
 )
 from infer.targets.support import find_decoder, get_decoder_layers
 
@@ -55,12 +55,12 @@ def load_layer_weights(
         ]
         if missing and unexpected:  # the files store the layer under other names
             continue
-        check_tensors(path, model, missing, (), unexpected)
+        refuse_tensor_errors(path, model, missing, (), unexpected)
         needed |= layer_shapes
     mismatched = [
         (name, shapes[name], shape) for name, shape in needed.items() if shapes[name] != shape
     ]
-    check_tensors(path, model, (), mismatched, ())
+    refuse_tensor_errors(path, model, (), mismatched, ())
 
     stored: dict[str, torch.Tensor] = {}
     for file in files:
@@ -123,7 +123,7 @@ def check_layer_indices(path: str, model: PreTrainedModel, shapes: Mapping[str, 
         match = pattern.match(name)
         if match is not None and int(match[1]) >= len(layers):
             unexpected.append(name)
-    check_tensors(path, model, (), (), unexpected)
+    refuse_tensor_errors(path, model, (), (), unexpected)
 
 
 def parameter_shapes(model: nn.Module, module: nn.Module) -> dict[str, Shape]:

@@ -59,7 +59,7 @@ def equals_up_to_rounding(
     return bool((actual - expected).norm() <= tolerance)
 
 
-def select_outputs(linear: nn.Module, output_ids: torch.Tensor) -> nn.Module:
+def select_output_features(linear: nn.Module, output_ids: torch.Tensor) -> nn.Module:
     """Return a linear layer that computes only the outputs `output_ids` of `linear`. The selected
     weights, floats or int8 codes, are copied.
 

@@ -34,18 +34,18 @@ from infer.targets.checks import (
     check_layer_count,
     check_loading_info,
     check_model_size,
-    delay_warnings,
+    delay_transformers_logs,
     find_checkpoint_files,
     find_damaged_json,
     format_error,
     read_json_object,
     read_tensor_shapes,
 )
-from infer.targets.gguf import GGUF_MODELS_IN_PYTHON_PACKAGES, convert_gguf_once, find_packaged_file
+from infer.targets.gguf import GGUF_MODELS_IN_PYTHON_PACKAGES, convert_gguf_once, find_packaged_gguf
 from infer.targets.layer_weights import load_layer_weights
 from infer.targets.support import (
     get_decoder_layers,
-    get_setting,
+    get_first_truthy_setting,
     refuse_unsupported,
     refuse_unsupported_modules,
 )
@@ -124,7 +124,7 @@ def resolve_path(path: str) -> str:
     """
     if path == "embedded":
         return str(EMBEDDED_TARGET_FOLDER)
-    file = find_packaged_file(path) if path in GGUF_MODELS_IN_PYTHON_PACKAGES else Path(path)
+    file = find_packaged_gguf(path) if path in GGUF_MODELS_IN_PYTHON_PACKAGES else Path(path)
     if file.suffix.lower() == ".gguf" and file.is_file():
         return str(convert_gguf_once(file))
     return path
@@ -190,7 +190,7 @@ def explain_load_errors(path: str, failure: str = MODEL_LOAD_FAILURE_MESSAGE) ->
     if folder.is_file():
         raise ValueError(f"target.path={path} is a file; give the model's folder or a GGUF file")
     try:
-        with delay_warnings():
+        with delay_transformers_logs():
             yield
     except (MemoryError, torch.OutOfMemoryError):
         raise
@@ -268,7 +268,7 @@ def load_target(
     config = load_config(path, trust_remote_code)
     refuse_unsupported(config)
     tokenizer = load_tokenizer(path, trust_remote_code, chat_template_kwargs)
-    is_quantized = get_setting(config, "quantization_config") is not None
+    is_quantized = get_first_truthy_setting(config, "quantization_config") is not None
     shapes = read_local_shapes(path, config)
     with explain_load_errors(path):
         model = build_meta_model(config, **options)
@@ -379,7 +379,7 @@ def load_model(
 
     options: keyword arguments for `from_pretrained`
     """
-    quantization = get_setting(config, "quantization_config")
+    quantization = get_first_truthy_setting(config, "quantization_config")
     if quantization is None:
         return load_and_check_model(path, options).to(cast(Any, device))
     if quantization["quant_method"] == INT8_QUANT_METHOD:

@@ -76,7 +76,7 @@ class Predecessors:
         return cls(previous_rows, counts=torch.tensor(counts, device=device))
 
     @classmethod
-    def of_packed_rows(cls, documents: torch.Tensor) -> "Predecessors":
+    def of_packed_sequences(cls, documents: torch.Tensor) -> "Predecessors":
         """Return the predecessors in packed sequences, where the first token of a document has no
         predecessor.
 

@@ -33,7 +33,7 @@ class RecurrenceSegmentResult:
     keys: torch.Tensor  # (B, H, length, key_size)
     values: torch.Tensor  # (B, H, length, value_size), added to the state
     # (B, H, length, 1 or key_size), sum of the log decays from the segment's start to the position
-    decay: torch.Tensor
+    total_decay: torch.Tensor
 
     def state_after(
         self, state: torch.Tensor, last: torch.Tensor, segment: RecurrenceSegment
@@ -47,8 +47,8 @@ class RecurrenceSegmentResult:
         """
         rows = torch.arange(len(last), device=last.device)
         on_path = segment.ancestors[rows, :, last][..., None]  # (B, 1, length, 1)
-        total_decay = self.decay[rows, :, last][:, :, None]  # (B, H, 1, 1 or key_size)
-        weights = torch.where(on_path, total_decay - self.decay, -torch.inf).exp()
+        total_decay = self.total_decay[rows, :, last][:, :, None]  # (B, H, 1, 1 or key_size)
+        weights = torch.where(on_path, total_decay - self.total_decay, -torch.inf).exp()
         decayed_state = total_decay.exp().mT * state
         if segment.continues_state is not None:
             continues = segment.continues_state[rows, :, last][..., None]
@@ -411,7 +411,7 @@ class RecurrentStates:
         return torch.cat(outputs, 2).transpose(1, 2).contiguous(), state
 
 
-class PackedCacheView(RecurrentCacheAdapter):
+class UncachedPackedView(RecurrentCacheAdapter):
     """The cache of a forward pass over packed sequences of training documents, used in place of a
     `CacheView`. It stores nothing. It only records the shapes of what a real cache would store."""
 
@@ -421,7 +421,9 @@ class PackedCacheView(RecurrentCacheAdapter):
         documents: (B, length) int64, number of the document that each token belongs to
         num_layers: number of layers that `layer_views` returns a view for
         """
-        self.recurrent_states = RecurrentStates(predecessors=Predecessors.of_packed_rows(documents))
+        self.recurrent_states = RecurrentStates(
+            predecessors=Predecessors.of_packed_sequences(documents)
+        )
         self.num_layers = num_layers
         self.batch_size, self.capacity = documents.shape
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from infer.attention.kv_cache import CacheView
-from infer.targets.recurrent import PackedCacheView, RecurrentStates
+from infer.targets.recurrent import RecurrentStates, UncachedPackedView
 
 # Keys are names of functions that transformers' recurrent layers call. Values are the methods that
 # replace them.
@@ -82,7 +82,7 @@ def make_patched_class(module_class: type[nn.Module]) -> type[nn.Module]:
         views = [
             value
             for value in (*args, *kwargs.values())
-            if isinstance(value, CacheView | PackedCacheView)
+            if isinstance(value, CacheView | UncachedPackedView)
         ]
         if not views or views[0].recurrent_states is None:
             return module_class.forward(self, *args, **kwargs)

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 # Value of a config's `layer_types` for layers in which a query attends only to positions of its own
 # chunk (Llama 4).
-CHUNKED_ATTENTION = "chunked_attention"
+CHUNKED_ATTENTION_LAYER_TYPE = "chunked_attention"
 # Values of a config's `layer_types` for attention layers. A mask over all cached positions can
 # express their attention.
-ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention", CHUNKED_ATTENTION}
+ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention", CHUNKED_ATTENTION_LAYER_TYPE}
 # Values of a config's `layer_types` for layers that keep a recurrent or convolution state.
 RECURRENT_LAYER_TYPES = ("linear_attention", "conv", "hybrid", "mamba", "recurrent")
 # Prefixes of config.json keys that only models with recurrent layers have.
@@ -78,7 +78,7 @@ class LogitScale:
 IDENTITY_LOGIT_SCALE = LogitScale()
 
 
-def get_setting(config: "PretrainedConfig", *names: str) -> Any:
+def get_first_truthy_setting(config: "PretrainedConfig", *names: str) -> Any:
     """Return the first truthy value among the attributes `names` of a config, or None if there is
     none. The values 0 and false and empty values therefore count as missing."""
     for name in names:
@@ -90,9 +90,9 @@ def get_setting(config: "PretrainedConfig", *names: str) -> Any:
 
 def get_logit_scale(config: "PretrainedConfig") -> LogitScale:
     """Return how a target scales its logits."""
-    factor = get_setting(config, "logit_scale", "lm_head_multiplier") or 1
-    divisor = get_setting(config, "logits_scaling") or 1 / factor
-    return LogitScale(float(divisor), get_setting(config, "final_logit_softcapping"))
+    factor = get_first_truthy_setting(config, "logit_scale", "lm_head_multiplier") or 1
+    divisor = get_first_truthy_setting(config, "logits_scaling") or 1 / factor
+    return LogitScale(float(divisor), get_first_truthy_setting(config, "final_logit_softcapping"))
 
 
 def get_attention_windows(config: "PretrainedConfig") -> dict[str, int | None]:
@@ -103,8 +103,8 @@ def get_attention_windows(config: "PretrainedConfig") -> dict[str, int | None]:
     The keys are the layer types in the config. If the config's class has no `layer_types` (Mistral,
     Phi-3), all layers use the same attention mask, and the only key is "all".
     """
-    window = get_setting(config, "sliding_window")
-    layer_types = get_setting(config, "layer_types") or []
+    window = get_first_truthy_setting(config, "sliding_window")
+    layer_types = get_first_truthy_setting(config, "layer_types") or []
     if config.model_type in SUPPORTED_RECURRENT_MODELS:
         types = {"full_attention", *layer_types} & ATTENTION_LAYER_TYPES
         windows = dict.fromkeys(sorted(types))
@@ -116,17 +116,17 @@ def get_attention_windows(config: "PretrainedConfig") -> dict[str, int | None]:
         return {"all": window if "sliding_window" in class_attributes else None}
     windows_by_type = {
         "sliding_attention": window,
-        CHUNKED_ATTENTION: get_setting(config, "attention_chunk_size"),
+        CHUNKED_ATTENTION_LAYER_TYPE: get_first_truthy_setting(config, "attention_chunk_size"),
     }
     types = sorted(set(config.layer_types))
     return {layer_type: windows_by_type.get(layer_type) for layer_type in types}
 
 
-def attention_layer_ids(config: "PretrainedConfig") -> list[int]:
+def get_attention_layer_ids(config: "PretrainedConfig") -> list[int]:
     """Return the indices of a target's attention layers. These are all layers that are not
     recurrent."""
     default_types = ["full_attention"] * config.num_hidden_layers
-    layer_types = get_setting(config, "layer_types") or default_types
+    layer_types = get_first_truthy_setting(config, "layer_types") or default_types
     return [
         layer
         for layer, layer_type in enumerate(layer_types)
@@ -138,17 +138,17 @@ def get_norm_eps(config: "PretrainedConfig") -> float:
     """Return the epsilon of a target's norms. Model families use different names for this setting.
     The default is 1e-6."""
     names = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps", "layer_norm_epsilon")
-    return get_setting(config, *names) or 1e-6
+    return get_first_truthy_setting(config, *names) or 1e-6
 
 
 def get_rope_parameters(config: "PretrainedConfig") -> dict[str, Any]:
     """Return a target's rotary parameters. If they differ between layer types (Gemma 3), return
     those of the full-attention layers."""
-    parameters = get_setting(config, "rope_parameters") or {}
+    parameters = get_first_truthy_setting(config, "rope_parameters") or {}
     return parameters.get("full_attention") or parameters
 
 
-def get_max_supported_length(config: "PretrainedConfig") -> int | None:
+def get_max_length_with_fixed_rope(config: "PretrainedConfig") -> int | None:
     """Return the largest sequence length up to which a target's rotary angles and query scales stay
     the same. None means that they never change.
 
@@ -157,7 +157,9 @@ def get_max_supported_length(config: "PretrainedConfig") -> int | None:
     transformers takes the index in the cache as this position, so that only lengths with the factor
     1 are supported.
     """
-    if get_setting(config, "attn_temperature_tuning") and not all(config.no_rope_layers):
+    if get_first_truthy_setting(config, "attn_temperature_tuning") and not all(
+        config.no_rope_layers
+    ):
         return config.floor_scale - 1
     parameters = get_rope_parameters(config)
     if parameters.get("rope_type") not in ("longrope", "dynamic"):
@@ -165,10 +167,10 @@ def get_max_supported_length(config: "PretrainedConfig") -> int | None:
     return parameters.get("original_max_position_embeddings") or config.max_position_embeddings
 
 
-def refuse_longer_sequences(config: "PretrainedConfig", length: int, remedy: str) -> None:
+def refuse_length_dependent_rope(config: "PretrainedConfig", length: int, remedy: str) -> None:
     """Raise ValueError if a target's rotary angles or query scales would change for sequences of
-    `length` positions, see `get_max_supported_length`. The message ends with `remedy`."""
-    max_length = get_max_supported_length(config)
+    `length` positions, see `get_max_length_with_fixed_rope`. The message ends with `remedy`."""
+    max_length = get_max_length_with_fixed_rope(config)
     if max_length is not None and length > max_length:
         raise ValueError(
             f"{length} positions are needed, but this target's rotary angles or its "
@@ -177,18 +179,18 @@ def refuse_longer_sequences(config: "PretrainedConfig", length: int, remedy: str
         )
 
 
-def get_mlp_size(config: "PretrainedConfig") -> int:
+def choose_drafter_mlp_size(config: "PretrainedConfig") -> int:
     """Return the inner size for the MLP of a target's drafter. If all layers of the target have an
     MLP of the same size, it is this size. Otherwise, as with a mixture of experts, it is three
     times the hidden size."""
-    size = get_setting(config, "intermediate_size")
+    size = get_first_truthy_setting(config, "intermediate_size")
     return size if type(size) is int else 3 * config.hidden_size
 
 
 def get_first_layer_config(config: "PretrainedConfig") -> "PretrainedConfig":
     """Return the configuration of the first layer if layers have different sizes (Gemma 4),
     otherwise `config` itself."""
-    if get_setting(config, "is_heterogeneous"):
+    if get_first_truthy_setting(config, "is_heterogeneous"):
         return config.per_layer_config[0]
     return config
 
@@ -196,14 +198,17 @@ def get_first_layer_config(config: "PretrainedConfig") -> "PretrainedConfig":
 def get_head_size(config: "PretrainedConfig") -> int:
     """Return the size of the attention heads in a target's first layer."""
     layer_config = get_first_layer_config(config)
-    head_size = get_setting(layer_config, "head_dim")
+    head_size = get_first_truthy_setting(layer_config, "head_dim")
     return head_size or layer_config.hidden_size // layer_config.num_attention_heads
 
 
 def get_num_key_heads(config: "PretrainedConfig") -> int:
     """Return the number of key/value heads in a target's first layer."""
     layer_config = get_first_layer_config(config)
-    return get_setting(layer_config, "num_key_value_heads") or layer_config.num_attention_heads
+    return (
+        get_first_truthy_setting(layer_config, "num_key_value_heads")
+        or layer_config.num_attention_heads
+    )
 
 
 def refuse_unsupported(config: "PretrainedConfig") -> None:
@@ -216,14 +221,14 @@ def refuse_unsupported(config: "PretrainedConfig") -> None:
             "verified with it; use another target"
         )
 
-    if get_setting(config, "is_encoder_decoder"):
+    if get_first_truthy_setting(config, "is_encoder_decoder"):
         refuse("an encoder besides its decoder")
-    if get_setting(config, "masked_diffusion"):
+    if get_first_truthy_setting(config, "masked_diffusion"):
         refuse("no left-to-right order, since it is a masked diffusion model (masked_diffusion)")
     text_config = config.get_text_config()
     values = text_config.to_dict()
     names = {name for name, value in values.items() if value not in (None, False, 0, [])}
-    layer_types = set(get_setting(text_config, "layer_types") or [])
+    layer_types = set(get_first_truthy_setting(text_config, "layer_types") or [])
     if text_config.model_type not in SUPPORTED_RECURRENT_MODELS:
         has_recurrent_type = bool(layer_types & {*RECURRENT_LAYER_TYPES})
         if has_recurrent_type or any(name.startswith(RECURRENT_CONFIG_PREFIXES) for name in names):
@@ -233,7 +238,7 @@ def refuse_unsupported(config: "PretrainedConfig") -> None:
             refuse(f"layers of unsupported types ({', '.join(sorted(unknown_types))})")
         if not names & {"rope_parameters", "rope_theta"}:
             refuse("ALiBi, learned positions or no attention in place of rotary positions")
-    if get_setting(text_config, "alibi"):
+    if get_first_truthy_setting(text_config, "alibi"):
         refuse("ALiBi in place of rotary positions")
     try:
         get_head_size(text_config)

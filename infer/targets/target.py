@@ -25,18 +25,18 @@ from infer.targets.kernel_decoder import KernelDecoder
 from infer.targets.layer_masks import build_causal_mask, build_masks_by_layer_type, build_tree_masks
 from infer.targets.layers import UnsupportedLayer, build_kernel_decoder, equals_up_to_rounding
 from infer.targets.predecessors import Predecessors
-from infer.targets.recurrent import CacheShapes, PackedCacheView, RecurrentStates
+from infer.targets.recurrent import CacheShapes, RecurrentStates, UncachedPackedView
 from infer.targets.recurrent_modules import patch_recurrent_modules
 from infer.targets.support import (
     RECURRENT_LAYER_TYPES,
     find_decoder,
     get_attention_windows,
     get_decoder_layers,
+    get_first_truthy_setting,
     get_logit_scale,
-    get_max_supported_length,
+    get_max_length_with_fixed_rope,
     get_num_key_heads,
-    get_setting,
-    refuse_longer_sequences,
+    refuse_length_dependent_rope,
     refuse_unsupported,
     refuse_unsupported_modules,
 )
@@ -65,11 +65,11 @@ def get_model_lock(model: nn.Module) -> threading.RLock:
 
 @dataclass(frozen=True)
 class Features:
-    """The hidden states that one forward pass of the target returns. The drafter reads `context`;
-    the language model head reads `last_hidden_states`."""
+    """The hidden states that one forward pass of the target returns. The drafter reads
+    `layer_features`; the language model head reads `last_hidden_states`."""
 
     # (B, length, num_layers * hidden_size), concatenated outputs of the requested layers
-    context: torch.Tensor
+    layer_features: torch.Tensor
     # (B, length, hidden_size), the last layer's outputs after the final norm
     last_hidden_states: torch.Tensor
 
@@ -200,7 +200,7 @@ class Target:
         # Granite's embedding is multiplied by a factor here. Gemma's embedding module does this
         # itself.
         embedded = self.embedding(ids)
-        multiplier = get_setting(self.config, "embedding_multiplier")
+        multiplier = get_first_truthy_setting(self.config, "embedding_multiplier")
         return embedded * multiplier if multiplier else embedded
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -217,7 +217,7 @@ class Target:
         the window. All layers of a batch row therefore have the same length. Raises ValueError if
         the target's rotary angles would change within `capacity` positions.
         """
-        refuse_longer_sequences(self.config, capacity, "shorten prompts or outputs")
+        refuse_length_dependent_rope(self.config, capacity, "shorten prompts or outputs")
         states = None
         if self.has_recurrent_layers:
             states = RecurrentStates.allocate(self.cache_shapes, num_rows, self.dtype, self.device)
@@ -234,7 +234,7 @@ class Target:
         masks = build_masks_by_layer_type(
             self.attention_windows, partial(build_packed_mask, zero, zero)
         )
-        cache_view = PackedCacheView(zero)
+        cache_view = UncachedPackedView(zero)
         failures = (
             AssertionError,
             AttributeError,
@@ -258,7 +258,7 @@ class Target:
         ids: torch.Tensor,
         positions: torch.Tensor,
         masks: dict[str, AttentionMask],
-        cache_view: CacheView | PackedCacheView | None,
+        cache_view: CacheView | UncachedPackedView | None,
         feature_layer_ids: tuple[int, ...],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run token ids (B, length) at absolute positions (B, length) through Hugging Face's
@@ -323,14 +323,14 @@ class Target:
         make_mask = partial(build_packed_mask, positions, documents)
         masks = build_masks_by_layer_type(self.attention_windows, make_mask)
         # Llama 4 scales a query by its index in the packed sequence, not in its document.
-        if get_setting(self.config, "floor_scale"):
-            refuse_longer_sequences(self.config, length, "set a smaller data.length")
-        max_length = get_max_supported_length(self.config) or length
+        if get_first_truthy_setting(self.config, "floor_scale"):
+            refuse_length_dependent_rope(self.config, length, "set a smaller data.length")
+        max_length = get_max_length_with_fixed_rope(self.config) or length
         if not use_transformers and self.kernel_decoder is not None and length <= max_length:
-            cache_view = PackedCacheView(documents, len(self.kernel_decoder.layers))
+            cache_view = UncachedPackedView(documents, len(self.kernel_decoder.layers))
             outputs = self.kernel_decoder(ids, positions, masks, cache_view, feature_layer_ids)
             return Features(*outputs)
-        cache_view = PackedCacheView(documents) if self.has_recurrent_layers else None
+        cache_view = UncachedPackedView(documents) if self.has_recurrent_layers else None
         outputs = self.run_transformers_layers(ids, positions, masks, cache_view, feature_layer_ids)
         return Features(*outputs)
 
@@ -339,7 +339,7 @@ class Target:
         """Return the context length at which, for one position, attention takes as many
         multiplications as the layers' weights. The language model head is not counted. In a mixture
         of experts, only the experts that one position uses are counted."""
-        experts_per_token = get_setting(self.config, "num_experts_per_tok") or 1
+        experts_per_token = get_first_truthy_setting(self.config, "num_experts_per_tok") or 1
         weight_macs = 0
         for weight in get_decoder_layers(self.decoder).parameters():
             if weight.ndim == 2:
@@ -567,7 +567,7 @@ def parameter_aliases(module: nn.Module) -> list[torch.Tensor]:
     return [tensor.detach() for tensor in (*module.parameters(), *module.buffers())]
 
 
-def number_format_name(target: Target) -> str:
+def weight_format_name(target: Target) -> str:
     """Return the number format of a target's weights as a name for reports, such as "float32" or
     "int8"."""
     return "int8" if target.is_int8 else str(target.dtype).removeprefix("torch.")

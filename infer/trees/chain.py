@@ -2,7 +2,7 @@
 
 import torch
 
-from infer.trees.tree import DraftNodes, DraftTree, Proposal, with_root
+from infer.trees.tree import DraftNodes, DraftTree, Proposal, add_roots
 
 
 def build_chain(proposal: Proposal) -> DraftTree:
@@ -15,12 +15,12 @@ def build_chain(proposal: Proposal) -> DraftTree:
     assert proposal.marginals is not None
     length = min(proposal.budget, proposal.marginals.shape[1])
     if proposal.conditionals is not None:
-        tokens, log_probs = proposal.conditionals.chain(length)
+        tokens, log_probs = proposal.conditionals.draft_greedy_chain(length)
     else:
         log_probs, columns = proposal.marginals[:, :length].max(-1)  # (B, length)
         tokens = proposal.vocabulary.columns_to_ids(columns)
 
-    rows = len(proposal.bonus)
-    parents = torch.arange(length, device=proposal.bonus.device).expand(rows, -1)
+    rows = len(proposal.bonus_tokens)
+    parents = torch.arange(length, device=proposal.bonus_tokens.device).expand(rows, -1)
     nodes = DraftNodes(tokens, parents, parents + 1, log_probs.cumsum(1))
-    return with_root(proposal.bonus, nodes, length)
+    return add_roots(proposal.bonus_tokens, nodes, length)

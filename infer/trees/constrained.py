@@ -39,7 +39,7 @@ class GrammarRule:
 
     # A function. Argument: the drafted tokens after the root. Returns a bool array of the shape
     # (vocabulary size,), which is true for the tokens that may come next.
-    allowed: Callable[[list[int]], np.ndarray]
+    get_allowed_tokens: Callable[[list[int]], np.ndarray]
     forced: list[int]  # tokens that must follow the root, one after the other
 
 
@@ -62,7 +62,7 @@ def build_constrained_trees(
     for row, rule in rules.items():
         nodes = search_constrained(proposal, row, tree.max_drafted, rule, branches)
         end = len(nodes.tokens) + 1
-        tokens[row, 1:] = proposal.bonus[row]
+        tokens[row, 1:] = proposal.bonus_tokens[row]
         parents[row, 1:] = 0
         depths[row, 1:] = 1
         log_probs[row, 1:] = -torch.inf
@@ -87,7 +87,7 @@ class RowDistributions:
         self.candidates: np.ndarray | None = None
         conditionals = proposal.conditionals
         if conditionals is not None and not conditionals.recurrent:
-            first, others = conditionals.table
+            first, others = conditionals.candidate_log_probs
             self.candidates = conditionals.tokens[row].cpu().numpy()
             # Log-probabilities of the candidates of the first position.
             self.first_table = first[row].float().cpu().numpy()
@@ -209,7 +209,7 @@ class ConstrainedSearch:
         self.paths.append(path)
         self.nodes.append((token, parent, len(path), log_prob))
 
-    def open_newest_node(self, log_prob: float, excluded_token: int | None = None) -> None:
+    def expand_newest_node(self, log_prob: float, excluded_token: int | None = None) -> None:
         """Compute the allowed children of the newest node, and add the best one to the heap.
 
         log_prob: log-probability of the whole prefix that ends at the newest node
@@ -222,7 +222,9 @@ class ConstrainedSearch:
             return
 
         count = self.budget - len(self.nodes) if self.branches else 1
-        log_q, tokens = self.distributions.best_children(path, self.rule.allowed(path), count)
+        log_q, tokens = self.distributions.best_children(
+            path, self.rule.get_allowed_tokens(path), count
+        )
         if excluded_token is not None:
             log_q = log_q[tokens != excluded_token]
             tokens = tokens[tokens != excluded_token]
@@ -243,7 +245,7 @@ class ConstrainedSearch:
         negative_log_prob, _, parent, index = heapq.heappop(self.heap)
         self.add_node(int(self.children[parent].tokens[index]), parent, -negative_log_prob)
         self.queue_child(parent, index + 1)
-        self.open_newest_node(-negative_log_prob)
+        self.expand_newest_node(-negative_log_prob)
 
 
 def search_constrained(
@@ -262,9 +264,9 @@ def search_constrained(
     for token in rule.forced[: min(search.max_depth, budget)]:
         parent = search.newest_node
         if branches:
-            search.open_newest_node(0.0, excluded_token=token)
+            search.expand_newest_node(0.0, excluded_token=token)
         search.add_node(token, parent, 0.0)
-    search.open_newest_node(0.0)
+    search.expand_newest_node(0.0)
     while search.heap and not search.is_full:
         search.add_best_child()
 

@@ -14,10 +14,10 @@ import torch
 
 from infer.kernels.cpu_search import find_next_best
 from infer.kernels.reference_search import replace_nan_log_probs
-from infer.ngrams.model import extend_path, find_suffix_nodes
+from infer.ngrams.model import compute_next_token_probabilities, find_suffix_nodes
 from infer.ngrams.rescoring import FORBIDDEN_TOKEN_LOG_PROBABILITY
 from infer.trees.guided import NGRAM_CANDIDATES_PER_POSITION, get_contexts
-from infer.trees.tree import DraftNodes, DraftTree, Proposal, with_root
+from infer.trees.tree import DraftNodes, DraftTree, Proposal, add_roots
 from infer.utils.jit import njit
 
 # The beam width and the weights of the score in DART appendix D.
@@ -87,7 +87,7 @@ def build_continuity_tree(proposal: Proposal) -> DraftTree:
         prefixes[1] = node_of_prefix[prefixes[1]]
         nodes[row] = torch.from_numpy(prefixes[:, order])
         log_probs[row] = torch.from_numpy(scores[1, order])
-    return with_root(proposal.bonus, DraftNodes(*nodes.unbind(1), log_probs), length)
+    return add_roots(proposal.bonus_tokens, DraftNodes(*nodes.unbind(1), log_probs), length)
 
 
 def count_visited_prefixes(length: int, num_candidates: int) -> int:
@@ -113,10 +113,10 @@ def ngram_log_prob(probability: float) -> float:
 
 
 @njit
-def search_beam(arrays, tokens, log_q, drafter_scores, is_end, context, suffixes, prefixes, scores):
+def search_beam(trie, tokens, log_q, drafter_scores, is_end, context, suffixes, prefixes, scores):
     """Run DART's beam search for one batch row, and write the visited prefixes and their scores.
 
-    arrays: the trie of the n-gram model
+    trie: the trie of the n-gram model
     tokens, log_q, drafter_scores, is_end: (positions, candidates): token ids in ascending order,
         log-probabilities, scores without n-grams, and whether a candidate is an EOS token
     context: the last tokens of the sequence, including the bonus token
@@ -134,13 +134,13 @@ def search_beam(arrays, tokens, log_q, drafter_scores, is_end, context, suffixes
     active[0] = -1  # -1 stands for the root
     num_active = 1
     size = 0
-    find_suffix_nodes(arrays, context, suffixes[0])
+    find_suffix_nodes(trie, context, suffixes[0])
     for level in range(length):
         level_weight = (level + 1.0) ** DART_DEPTH_WEIGHT_EXPONENT
         level_start = size
         for b in range(num_active):
-            extend_path(
-                arrays, suffixes[b], tokens[level], unigrams, extended_suffixes[b], probabilities
+            compute_next_token_probabilities(
+                trie, suffixes[b], tokens[level], unigrams, extended_suffixes[b], probabilities
             )
             parent = active[b]
             for i in range(num_candidates):

@@ -16,7 +16,7 @@ import torch
 
 from infer.kernels.reference_search import search_tree_by_depth
 from infer.kernels.table import select_kernels
-from infer.trees.tree import DraftTree, Proposal, with_root
+from infer.trees.tree import DraftTree, Proposal, add_roots
 from infer.trees.vocabulary import FULL_VOCABULARY, DraftVocabulary
 
 
@@ -38,7 +38,10 @@ class MarginalConditionals:
         # Log-probabilities of the candidates: (batch rows, candidates) for the first position, and
         # (batch rows, other positions, 1, candidates). The third axis, for the previous candidate,
         # has length 1 because marginals do not depend on the previous candidate.
-        self.table: tuple[torch.Tensor, torch.Tensor] = (top_log_q[:, 0], top_log_q[:, 1:, None])
+        self.candidate_log_probs: tuple[torch.Tensor, torch.Tensor] = (
+            top_log_q[:, 0],
+            top_log_q[:, 1:, None],
+        )
 
 
 def build_ddtree(proposal: Proposal) -> DraftTree:
@@ -58,7 +61,7 @@ def build_ddtree(proposal: Proposal) -> DraftTree:
     if conditionals.recurrent:
         search = search_tree_by_depth
     else:
-        search = select_kernels(proposal.bonus.device, torch.float32).best_first_search
+        search = select_kernels(proposal.bonus_tokens.device, torch.float32).best_first_search
 
     nodes = search(conditionals, proposal.budget)
-    return with_root(proposal.bonus, nodes, max_depth=conditionals.tokens.shape[1])
+    return add_roots(proposal.bonus_tokens, nodes, max_depth=conditionals.tokens.shape[1])

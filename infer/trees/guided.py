@@ -16,7 +16,7 @@ from infer.ngrams.rescoring import (
     NGramRescorer,
 )
 from infer.trees.ddtree import MarginalConditionals
-from infer.trees.tree import Conditionals, DraftNodes, DraftTree, Proposal, with_root
+from infer.trees.tree import Conditionals, DraftNodes, DraftTree, Proposal, add_roots
 
 # At each position, this many of the drafter's likeliest tokens are considered (DART appendix D).
 NGRAM_CANDIDATES_PER_POSITION = 25
@@ -43,17 +43,17 @@ def build_guided_ddtree(proposal: Proposal) -> DraftTree:
     nodes = torch.empty(rows, 3, num_nodes, dtype=torch.long)  # axis 1: token, parent, depth
     scores = torch.empty(rows, num_nodes, dtype=torch.float64)
 
-    guides = make_ngram_guides(proposal, conditionals, num_nodes)
+    guides = make_ngram_rescorers(proposal, conditionals, num_nodes)
     for guide, row_nodes, row_scores in zip(guides, nodes.numpy(), scores.numpy(), strict=True):
         # When the search adds a node to the tree, it fills one row of `log_q` and one row of
         # `tokens` with the children of the node.
         log_q = np.empty(guide.candidate_columns.shape)
         tokens = np.empty_like(guide.candidate_columns)
         cpu_search.search_tree(log_q, tokens, length, 0, guide, row_nodes, row_scores)
-    return with_root(proposal.bonus, DraftNodes(*nodes.unbind(1), scores.float()), length)
+    return add_roots(proposal.bonus_tokens, DraftNodes(*nodes.unbind(1), scores.float()), length)
 
 
-def make_ngram_guides(
+def make_ngram_rescorers(
     proposal: Proposal, conditionals: MarginalConditionals | Conditionals, num_nodes: int
 ) -> list[NGramRescorer]:
     """Return the inputs of the tree search for each batch row.
@@ -83,7 +83,7 @@ def make_ngram_guides(
     num_candidates = conditionals.tokens.shape[2] + MAX_NGRAM_CANDIDATES_ADDED_PER_NODE
     max_suffixes = max(ngram.order - 1, 1)
     vocab_size = vocabulary.size or marginals.shape[-1]
-    candidates_before = conditionals.table[1].shape[2]
+    candidates_before = conditionals.candidate_log_probs[1].shape[2]
     guides = []
     for context, row_tokens, row_indices, row_table, row_unlisted in zip(
         get_contexts(proposal),
@@ -96,7 +96,7 @@ def make_ngram_guides(
         guide = NGramRescorer(
             ngram.trie,
             ngram.num_tokens,
-            float(proposal.weight),
+            float(proposal.ngram_weight),
             vocab_size,
             candidates_before,
             context,

@@ -20,7 +20,7 @@ class TreeMethod:
     label: str  # the name in tables and figures
     # The function Proposal -> DraftTree that builds the trees, as "module:function". The module is
     # imported when an engine is created.
-    builder: str
+    builder_path: str
     # The colour in figures. All methods have colours that colour-blind readers can tell apart.
     colour: str = "#777777"
     needs_drafter: bool = True
@@ -29,7 +29,7 @@ class TreeMethod:
     max_nodes_for_block: Callable[[int], int] | None = None
     # Whether the nodes of a tree are sorted by probability. If so, the first n nodes are the best
     # tree of n nodes, which budget=auto requires.
-    ranked: bool = False
+    sorts_nodes_by_probability: bool = False
     needs_ngrams: bool = False  # whether the method needs an n-gram model
     # Whether the method also uses the n-grams of the sequence itself. If so, it works without an
     # n-gram file.
@@ -47,7 +47,7 @@ class TreeMethod:
 
     def load_builder(self) -> Callable:
         """Import and return the function that builds the trees."""
-        return resolve_name(self.builder)
+        return resolve_name(self.builder_path)
 
 
 _TREE_METHOD_ROWS = (
@@ -64,14 +64,14 @@ _TREE_METHOD_ROWS = (
         "infer.trees.chain:build_chain",
         "#d55e00",
         max_nodes_for_block=lambda block_size: block_size - 1,
-        ranked=True,
+        sorts_nodes_by_probability=True,
     ),
     TreeMethod(
         "ddtree",
         "DDTree",
         "infer.trees.ddtree:build_ddtree",
         "#0072b2",
-        ranked=True,
+        sorts_nodes_by_probability=True,
         ngram_variant="ddtree+ngrams",
     ),
     TreeMethod(
@@ -86,7 +86,7 @@ _TREE_METHOD_ROWS = (
         "DDTree + n-grams",
         "infer.trees.guided:build_guided_ddtree",
         "#9b4f96",
-        ranked=True,
+        sorts_nodes_by_probability=True,
         needs_ngrams=True,
         uses_sequence_ngrams=True,
     ),
@@ -97,7 +97,7 @@ _TREE_METHOD_ROWS = (
 TREE_METHODS = {
     row.name: row
     for row in sorted(_TREE_METHOD_ROWS, key=lambda row: row.needs_drafter)
-    if is_installed(row.builder)
+    if is_installed(row.builder_path)
 }
 # An additional method that evaluations measure: "ddtree+ngrams", with prompt lookup instead of a
 # drafter.
@@ -110,4 +110,4 @@ def require_method(name: str) -> None:
     """Raise ValueError if the module of the tree method `name` is not installed."""
     for row in _TREE_METHOD_ROWS:
         if row.name == name:
-            require_installed(row.builder, f"method={name}")
+            require_installed(row.builder_path, f"method={name}")

@@ -6,9 +6,9 @@ for NanoGPT has trees of the same shape.
 
 import torch
 
-from infer.kernels.reference_search import compute_slot_log_probs, replace_nan_log_probs
+from infer.kernels.reference_search import compute_position_log_probs, replace_nan_log_probs
 from infer.trees.ddtree import MarginalConditionals
-from infer.trees.tree import DraftNodes, DraftTree, Proposal, with_root
+from infer.trees.tree import DraftNodes, DraftTree, Proposal, add_roots
 
 
 def build_static_tree(proposal: Proposal) -> DraftTree:
@@ -28,7 +28,7 @@ def build_static_tree(proposal: Proposal) -> DraftTree:
     depth = find_static_depth(width, proposal.budget, length)
 
     # (batch rows, prefixes): log-probabilities of the prefixes of the newest level.
-    scores = torch.zeros(len(proposal.bonus), 1, device=tokens.device)
+    scores = torch.zeros(len(proposal.bonus_tokens), 1, device=tokens.device)
     # (batch rows, prefixes): the last token of each prefix, as an index of a candidate.
     last_candidates = torch.zeros_like(scores, dtype=torch.long)
     head_state = None  # (batch rows, prefixes, state size) for a recurrent conditional head
@@ -36,7 +36,9 @@ def build_static_tree(proposal: Proposal) -> DraftTree:
     level_depths = []
     level_scores = []
     for slot in range(depth):
-        log_q, head_state = compute_slot_log_probs(conditionals, slot, last_candidates, head_state)
+        log_q, head_state = compute_position_log_probs(
+            conditionals, slot, last_candidates, head_state
+        )
         log_q = replace_nan_log_probs(log_q.expand(-1, scores.shape[1], -1))
         best = log_q.topk(width)  # the likeliest tokens after each prefix
         scores = (scores[..., None] + best.values).flatten(1)
@@ -56,7 +58,7 @@ def build_static_tree(proposal: Proposal) -> DraftTree:
         torch.cat(level_depths, 1),
         torch.cat(level_scores, 1),
     )
-    return with_root(proposal.bonus, nodes, depth)
+    return add_roots(proposal.bonus_tokens, nodes, depth)
 
 
 def find_static_depth(width: int, budget: int, max_depth: int) -> int:

@@ -21,14 +21,14 @@ class Conditionals(Protocol):
     """
 
     # Whether the probabilities of a position depend on all tokens drafted before. If false, they
-    # depend on the previous token only, and `table` contains them.
+    # depend on the previous token only, and `candidate_log_probs` contains them.
     recurrent: bool
     # (batch rows, drafted positions, candidates) int64: token ids, in descending order of marginal
     # probability.
     tokens: torch.Tensor
 
     @property
-    def table(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def candidate_log_probs(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The log-probabilities of all candidates, for heads that are not recurrent.
 
         The first tensor is for position 0 and has the shape (B, candidates). The second tensor is
@@ -36,14 +36,14 @@ class Conditionals(Protocol):
         candidates). The size of its third axis is 1 if the previous candidate does not matter.
         """
 
-    def begin(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def compute_first_log_probs(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the log-probabilities of position 0, and the initial state of a recurrent head.
 
         The log-probabilities have the shape (B, 1, candidates), and the state has the shape
         (B, 1, state size). The state is None if the head is not recurrent.
         """
 
-    def extend(
+    def compute_next_log_probs(
         self, position: int, candidates: torch.Tensor, state: torch.Tensor | None, /
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the log-probabilities of a position after each prefix, and the new head state.
@@ -56,7 +56,7 @@ class Conditionals(Protocol):
         The log-probabilities have the shape (B, prefixes, candidates).
         """
 
-    def chain(self, length: int, /) -> tuple[torch.Tensor, torch.Tensor]:
+    def draft_greedy_chain(self, length: int, /) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the likeliest token at each position, given the previous tokens returned.
 
         All tokens that the drafter scores are considered, not only the candidates. Returns tokens
@@ -68,7 +68,7 @@ class Conditionals(Protocol):
 class Proposal:
     """The input of a tree method: the drafter's distributions and the options of the tree."""
 
-    bonus: torch.Tensor  # (batch rows,) int64: the bonus tokens, which become the roots
+    bonus_tokens: torch.Tensor  # (batch rows,) int64: the bonus tokens, which become the roots
     # (batch rows, drafted positions, tokens that the drafter scores): log-probabilities, to which
     # the sampling options and the target's Gumbel noise were applied. None without a drafter.
     marginals: torch.Tensor | None
@@ -76,7 +76,7 @@ class Proposal:
     ngram: NGramModel | None = None
     # The last tokens of each batch row's sequence, including the bonus token, for the n-gram model.
     contexts: Sequence[Sequence[int] | np.ndarray] = ()
-    weight: float = 1.0  # n-gram probabilities are raised to this power
+    ngram_weight: float = 1.0  # n-gram probabilities are raised to this power
     width: int = 1  # children per node of a static tree
     eos_token_ids: Collection[int] = ()
     conditionals: Conditionals | None = None  # None if the drafter has no conditional head
@@ -124,7 +124,7 @@ class DraftTree:
         """
         return root_positions[:, None] + self.depths
 
-    def ancestors(self) -> torch.Tensor:
+    def build_ancestor_mask(self) -> torch.Tensor:
         """Return the attention mask between nodes, (B, nodes, nodes) bool.
 
         Entry [b, q, k] is true if, in batch row b, node k is node q or an ancestor of node q.
@@ -172,7 +172,7 @@ class DraftTree:
         return replace(tree, tokens=tree.tokens.where(node_mask, -1), node_mask=node_mask)
 
 
-def with_root(bonus: torch.Tensor, nodes: DraftNodes, max_depth: int) -> DraftTree:
+def add_roots(bonus: torch.Tensor, nodes: DraftNodes, max_depth: int) -> DraftTree:
     """Return draft trees that consist of roots and the given drafted nodes.
 
     bonus: (B,), the bonus tokens, which become the tokens of the roots
@@ -192,7 +192,7 @@ def with_root(bonus: torch.Tensor, nodes: DraftNodes, max_depth: int) -> DraftTr
 
 def build_undrafted_trees(proposal: Proposal) -> DraftTree:
     """Return trees with only a root. A round with such trees is a step of baseline decoding."""
-    return make_root_trees(proposal.bonus)
+    return make_root_trees(proposal.bonus_tokens)
 
 
 def make_root_trees(bonus: torch.Tensor) -> DraftTree:

@@ -29,7 +29,7 @@ from infer.utils.options import (
     split_prompt_argument,
 )
 from infer.utils.progress import HEARTBEAT
-from infer.utils.renamed_options import new_name_in
+from infer.utils.renamed_options import describe_renamed_option
 
 CONFIG_FOLDER = Path(__file__).resolve().parent.parent.parent / "conf"
 HYDRA_VERSION_BASE = "1.3"
@@ -157,7 +157,7 @@ def translate_hydra_errors() -> Generator[None]:
         if wants_traceback:
             raise
         message = f"{error}\n{error.__cause__ or ''}".strip()
-        raise ValueError(new_name_in(message) or message) from error
+        raise ValueError(describe_renamed_option(message) or message) from error
     # OmegaConf raises AttributeError for a dictionary where it expects null.
     except AttributeError as error:
         raise ValueError(
@@ -227,7 +227,7 @@ def build_checked_options(
         merged = OmegaConf.merge(merged, run_options)
         options: Any = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
-        message = new_name_in(str(error)) or " ".join(str(error).split())
+        message = describe_renamed_option(str(error)) or " ".join(str(error).split())
         raise ValueError(message) from error
     if prompt is not None:
         options.prompt = prompt

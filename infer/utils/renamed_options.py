@@ -62,7 +62,7 @@ RENAMED_OPTIONS = {
 }
 
 
-def new_name_in(message: str) -> str | None:
+def describe_renamed_option(message: str) -> str | None:
     """Return a sentence with the new name of an option if an error message of OmegaConf is about
     its old name. Return None for all other messages.
 

@@ -23,8 +23,8 @@ from data.packing import (
 from data.rows import (
     DATA_CACHE_FORMAT_VERSION,
     DataConfig,
-    DataPart,
-    compute_source_digest,
+    MixtureDataset,
+    compute_dataset_digest,
     read_held_out_examples,
 )
 from infer.targets.target import tokenizer_digest
@@ -120,8 +120,8 @@ def test_a_mixture_takes_examples_by_weight(tmp_path):
     first_path = write_jsonl(tmp_path / "a.jsonl", [{"text": f"alpha {i}"} for i in range(100)])
     write_jsonl(tmp_path / "hub" / "train.jsonl", [{"text": f"beta {i}"} for i in range(400)])
     parts = [
-        DataPart(path=first_path, weight=1.0),
-        DataPart(path=str(tmp_path / "hub"), weight=2.0),
+        MixtureDataset(path=first_path, weight=1.0),
+        MixtureDataset(path=str(tmp_path / "hub"), weight=2.0),
     ]
     config = DataConfig(source="mixture", datasets=parts, length=32)
     mixed = load_mixed_examples(config)
@@ -170,16 +170,16 @@ def test_a_change_of_the_packed_sequences_raises_the_format_version(tokenizer, t
 def test_the_source_digest_depends_on_what_determines_the_examples(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "word"}])
     config = DataConfig(source="jsonl", path=path)
-    digest = compute_source_digest(config)
+    digest = compute_dataset_digest(config)
     # These options concern packed sequences and the check of the counts only.
-    assert compute_source_digest(replace(config, length=64)) == digest
-    assert compute_source_digest(replace(config, max_invalid_fraction=0.3)) == digest
+    assert compute_dataset_digest(replace(config, length=64)) == digest
+    assert compute_dataset_digest(replace(config, max_invalid_fraction=0.3)) == digest
     for other in (
         replace(config, max_examples=3),
         DataConfig("hub", "owner/name"),
         DataConfig("stdlib"),
     ):
-        assert compute_source_digest(other) != digest
+        assert compute_dataset_digest(other) != digest
 
 
 def test_an_unreadable_file_is_named(tokenizer, tmp_path):

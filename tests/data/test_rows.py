@@ -16,7 +16,7 @@ from data.counts import ExampleCounts, ExcludedExample
 from data.prompts import describe_prompt_shortage, select_evaluation_prompts
 from data.rows import (
     DataConfig,
-    DataPart,
+    MixtureDataset,
     is_held_out_index,
     list_data_files,
     read_examples,
@@ -306,7 +306,7 @@ def test_which_examples_are_held_out(tmp_path):
     indices = (0, 9, 10, 490, 500, 510, 550)
     assert [i for i in indices if is_held_out_index(i)] == [0, 10, 490, 500, 550]
     parts = [
-        DataPart(
+        MixtureDataset(
             write_jsonl(tmp_path / f"{word}.jsonl", [{"text": f"{word} {i}"} for i in range(30)])
         )
         for word in "ab"

@@ -21,7 +21,7 @@ from infer.drafters.lookup import PromptLookup
 from infer.ngrams import rescoring
 from infer.ngrams.model import (
     NGramModel,
-    extend_path,
+    compute_next_token_probabilities,
     fill_unigram_probabilities,
     find_ngram_node,
     find_suffix_nodes,
@@ -249,7 +249,8 @@ def recalled() -> Callable:
 
 @pytest.fixture(scope="session")
 def probabilities() -> Callable:
-    """(model, context, tokens ascending) -> Pr(token | context) of each, see `extend_path`."""
+    """(model, context, tokens ascending) -> Pr(token | context) of each, see
+    `compute_next_token_probabilities`."""
 
     def look_up(model: NGramModel, context: list[int], tokens: list[int]) -> np.ndarray:
         order = np.argsort(tokens, kind="stable")
@@ -261,7 +262,7 @@ def probabilities() -> Callable:
         grown = np.empty((len(suffixes) + 1, len(tokens)), np.int64)
         find_suffix_nodes(model.trie, ids, suffixes)
         fill_unigram_probabilities(model.trie, model.num_tokens, tokens, shares)
-        extend_path(model.trie, suffixes, tokens, shares, grown, found)
+        compute_next_token_probabilities(model.trie, suffixes, tokens, shares, grown, found)
         return found[np.argsort(order)]
 
     return look_up

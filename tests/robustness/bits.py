@@ -100,7 +100,9 @@ def verify_in_trees(target: Target, text: list[int], random_numbers: random.Rand
             depths.append(depths[parent] + 1)
         columns = (torch.tensor([column]) for column in (tokens, parents, depths))
         tree = DraftTree(*columns, torch.zeros(1, len(tokens)), max(depths))
-        states.append(target.verify(tree, tree.ancestors(), cache).last_hidden_states[0, path])
+        states.append(
+            target.verify(tree, tree.build_ancestor_mask(), cache).last_hidden_states[0, path]
+        )
         cache.commit(torch.tensor([path]), torch.tensor([steps]))
         cache.update_host_lengths([steps])
         position += steps

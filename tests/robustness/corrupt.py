@@ -122,7 +122,7 @@ def prepare_ngrams(folder: Path) -> Reader:
             get_node_count(
                 model.trie, find_ngram_node(model.trie, np.array(ids), 0, len(ids))
             )  # damage is not noticed, does no harm
-        return [model.order, model.vocabulary, model.num_tokens, model.nodes]
+        return [model.order, model.vocabulary, model.num_tokens, model.nodes_per_level]
 
     return read
 

@@ -151,7 +151,9 @@ def compose_command(documented: DocumentedCommand) -> str | None:
     printed = io.StringIO()
     try:
         with redirect_stdout(printed), redirect_stderr(printed):
-            run_command(documented.name, command.options_class(), lambda options: None, arguments)
+            run_command(
+                documented.name, command.import_options_class(), lambda options: None, arguments
+            )
     except SystemExit as end:
         if end.code:
             return printed.getvalue()

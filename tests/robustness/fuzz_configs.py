@@ -29,7 +29,7 @@ from infer.main import COMMANDS
 from infer.utils.hydra_app import CONFIG_FOLDER, run_command
 from infer.utils.options import iterate_leaf_values
 
-OPTION_CLASSES = {name: command.options_class() for name, command in COMMANDS.items()}
+OPTION_CLASSES = {name: command.import_options_class() for name, command in COMMANDS.items()}
 CONFIG_GROUPS = [
     "target",
     "drafter",

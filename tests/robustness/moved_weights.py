@@ -26,7 +26,7 @@ from bits import build_small_int8_target
 from safetensors.torch import load_file, save_file
 
 from infer import Engine, generate, load_target
-from infer.config import EngineConfig, TextOptions
+from infer.config import EngineConfig, SamplingOptions
 from infer.targets.target import Target
 
 NEW_TOKENS = 12
@@ -126,13 +126,13 @@ def run_sequence(number: int, base: torch.nn.Module, checks: Checks) -> None:
                 random_numbers.choice(targets), None, EngineConfig("plain", prefix_cache_mib=1), 128
             )
             sequence = engine.submit(
-                prompt, TextOptions(max_new_tokens=NEW_TOKENS, ignore_eos=True)
+                prompt, SamplingOptions(max_new_tokens=NEW_TOKENS, ignore_eos=True)
             )
             for _ in range(random_numbers.randint(1, BURST_STEPS)):
                 engine.step()
             before = len(sequence.ids)
             operation(model, random_numbers)
-            while engine.busy:
+            while engine.has_unfinished_sequences:
                 engine.step()
             if operation is not write_partially:
                 checks.add(

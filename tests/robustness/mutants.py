@@ -541,8 +541,8 @@ KNOWN_MUTANTS = [
         "nothing is ever disturbed",
         "infer/evaluation/measurement.py",
         (
-            "REMEASURED_PROMPT_TIME_RATIO * statistics.median(seconds_per_token)",
-            "REMEASURED_PROMPT_TIME_RATIO * max(seconds_per_token)",
+            "MIN_TIME_RATIO_TO_REMEASURE * statistics.median(seconds_per_token)",
+            "MIN_TIME_RATIO_TO_REMEASURE * max(seconds_per_token)",
         ),
         "tests/infer/evaluation/test_evaluate.py",
     ),

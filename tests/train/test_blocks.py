@@ -20,7 +20,7 @@ from train.batches import draw_blocks
 from train.blocks import build_blocks, count_available_anchors, draw_anchors
 from train.config import ObjectiveConfig, TrainConfig
 from train.divergences import DIVERGENCE_TABLE
-from train.run.state import limit_anchors
+from train.run.state import resolve_anchors_per_sequence
 from train.step import compute_block_loss, compute_drafter_states
 
 BLOCK_SIZE = 4
@@ -207,7 +207,7 @@ def test_slots_beyond_the_available_anchors_are_unused(per_document):
     dataset = Dataset.from_dict({name: column.tolist() for name, column in batch.items()})
     settings = TrainConfig(anchors_per_sequence=38, anchors_per_document=per_document)
     settings.data.length = 40
-    assert limit_anchors(dataset, settings) == available.max() < 38
+    assert resolve_anchors_per_sequence(dataset, settings) == available.max() < 38
 
 
 def test_every_anchor_counts_once_with_more_slots_than_candidates():

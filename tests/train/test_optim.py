@@ -39,7 +39,7 @@ def test_muon_in_float32_steps_like_torchs_muon(shape, monkeypatch):
     ("precision", "has_bfloat16"), [("auto", False), ("auto", True), ("float32", True)]
 )
 def test_bfloat16_is_used_on_cpus_that_support_it(precision, has_bfloat16, monkeypatch):
-    monkeypatch.setattr(optim, "has_fast_bfloat16", lambda: has_bfloat16)
+    monkeypatch.setattr(optim, "has_amx_bfloat16", lambda: has_bfloat16)
     config = OptimConfig(name="muon", precision=precision)
     optimizer = optim.make_optimizer(torch.nn.Linear(8, 8), config)
     uses_bfloat16 = type(optimizer.optimizers[0]) is torch.optim.Muon

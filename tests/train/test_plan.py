@@ -19,7 +19,7 @@ from infer.targets.support import refuse_unsupported
 from train import plan
 from train.config import TrainConfig
 from train.plan import count_total_steps, estimate_run, load_target_config
-from train.step_memory import StepShape, choose_recompute, estimate_step_memory
+from train.step_memory import StepSizes, choose_gradient_checkpointing, estimate_step_memory
 
 # runs a script with an allocator that returns freed memory to the system at once
 RETURN_MEMORY_PROGRAM = """
@@ -90,7 +90,7 @@ def test_memory_on_a_gpu_is_as_its_allocator_counted(repo, monkeypatch, name, re
         "num_hidden_layers": 4
     }
     config = counts.build_train_config(sizes, 2, recompute)
-    shape = StepShape(config, counts.build_target_config(sizes), batch_size=1)
+    shape = StepSizes(config, counts.build_target_config(sizes), batch_size=1)
     planned = estimate_step_memory(shape, config, 1, 2, 2, True)
     assert sum(planned.values()) / 1e9 == pytest.approx(peak_gb, rel=0.1)
 
@@ -103,7 +103,7 @@ def test_layers_are_recomputed_if_a_step_does_not_fit_otherwise(make_tiny, optio
     config.optim.batch_size = 2
     config.drafter.layers = drafter.config.num_hidden_layers
     config.drafter.block_size = 4
-    shape = StepShape(config, target.config)
+    shape = StepSizes(config, target.config)
 
     def step_bytes(gradient_checkpointing: bool) -> float:
         memory = estimate_step_memory(
@@ -112,7 +112,7 @@ def test_layers_are_recomputed_if_a_step_does_not_fit_otherwise(make_tiny, optio
         return sum(memory.values())
 
     def choose(device_bytes: float | None) -> tuple[bool, str]:
-        chosen, line = choose_recompute(config, shape, 1, 4, 4, False, device_bytes)
+        chosen, line = choose_gradient_checkpointing(config, shape, 1, 4, 4, False, device_bytes)
         return chosen.gradient_checkpointing, line
 
     normal_bytes = step_bytes(gradient_checkpointing=False)

@@ -49,9 +49,9 @@ from infer.utils.progress import Progress
 from train.config import OptimConfig
 from train.masked.config import DiffusionConfig
 from train.masked.objective import (
-    estimate_bound,
+    estimate_nll_bound,
+    exclude_unpredictable_tokens,
     mask_tokens,
-    remove_unpredictable_loss,
     sample_noise,
 )
 from train.optim import make_optimizer, set_learning_rate, warmup_decay_factor
@@ -67,7 +67,7 @@ TRAINING_NOISE_STREAM = 0
 HELD_OUT_NOISE_STREAM = 1
 # Fraction of the training sequences in which whole documents are masked instead of one block per
 # document.
-SHARE_OF_SEQUENCES_WITHOUT_BLOCKS = 0.25
+WHOLE_DOCUMENT_MASKING_SHARE = 0.25
 SAVE_INTERVAL_STEPS = 40  # steps between saves of the model; it is also evaluated at each save
 MAX_HELD_OUT_SEQUENCES = 32
 # An evaluation masks each held-out sequence this number of times, each time with other masks.
@@ -150,7 +150,7 @@ def load_held_out_batch(config: DiffusionConfig, tokenizer) -> dict[str, torch.T
     return {name: torch.tensor([sequence[name] for sequence in packed]) for name in packed[0]}
 
 
-def measure_held_out_bound(
+def measure_held_out_nll_bound(
     model: PreTrainedModel, held_out: dict[str, torch.Tensor], config: DiffusionConfig
 ) -> float:
     """Return an estimate of the upper bound on the held-out text's negative log-likelihood, in nats
@@ -167,7 +167,7 @@ def measure_held_out_bound(
         held_out["documents"].repeat(MASKINGS_PER_HELD_OUT_SEQUENCE, 1),
         seeded_generator(config.seed, HELD_OUT_NOISE_STREAM),
     )
-    held_out = remove_unpredictable_loss(held_out, mask_token_id)
+    held_out = exclude_unpredictable_tokens(held_out, mask_token_id)
     held_out = {name: column.to(model.device) for name, column in held_out.items()}
     count, length = held_out["ids"].shape
     order = torch.randperm(
@@ -184,7 +184,7 @@ def measure_held_out_bound(
             columns, noise.select_rows(repetitions, model.device), block_lengths, mask_token_id
         )
         with torch.no_grad(), bfloat16_autocast(model):
-            total += estimate_bound(model, columns, masked_ids, weights, mask_token_id).item()
+            total += estimate_nll_bound(model, columns, masked_ids, weights, mask_token_id).item()
     return total / MASKINGS_PER_HELD_OUT_SEQUENCE / held_out["loss"].sum().item()
 
 
@@ -221,12 +221,12 @@ def compute_gradients(
     mask_token_id = model.config.mask_token_id
     generator = seeded_generator(config.seed, TRAINING_NOISE_STREAM, step)
     noise = sample_noise(columns["documents"], generator).to_device(model.device)
-    columns = remove_unpredictable_loss(columns, mask_token_id)
+    columns = exclude_unpredictable_tokens(columns, mask_token_id)
     columns = {name: column.to(model.device) for name, column in columns.items()}
     count, length = columns["ids"].shape
     order = torch.randperm(count, generator=generator).to(model.device)
     block_lengths = torch.where(
-        order < round(SHARE_OF_SEQUENCES_WITHOUT_BLOCKS * count),
+        order < round(WHOLE_DOCUMENT_MASKING_SHARE * count),
         length,
         config.block_length or length,
     )
@@ -237,7 +237,7 @@ def compute_gradients(
     else:
         num_tokens = columns["loss"].sum()
     with bfloat16_autocast(model):
-        bound = estimate_bound(model, columns, masked_ids, weights, mask_token_id)
+        bound = estimate_nll_bound(model, columns, masked_ids, weights, mask_token_id)
         loss = bound / num_tokens.clamp(min=1)
     loss.backward()
     return loss.item()
@@ -303,7 +303,7 @@ def train_diffusion_model(config: DiffusionConfig) -> float:
             log.write(json.dumps(values) + "\n")
 
     def evaluate(step: int) -> float:
-        bound = measure_held_out_bound(model.eval(), held_out, config)
+        bound = measure_held_out_nll_bound(model.eval(), held_out, config)
         model.train()
         write_metrics(step=step, held_out_nats_per_token=bound)
         print(

@@ -126,7 +126,7 @@ def mask_tokens(
     return ids.masked_fill(masked, mask_token_id), token_weights
 
 
-def remove_unpredictable_loss(
+def exclude_unpredictable_tokens(
     batch: dict[str, torch.Tensor], mask_token_id: int
 ) -> dict[str, torch.Tensor]:
     """Return a copy of the batch in which tokens that the model cannot predict have no loss.
@@ -141,7 +141,7 @@ def remove_unpredictable_loss(
     return batch | {"loss": batch["loss"].bool() & is_predictable}
 
 
-def estimate_bound(
+def estimate_nll_bound(
     model: PreTrainedModel,
     batch: dict[str, torch.Tensor],
     masked_ids: torch.Tensor,

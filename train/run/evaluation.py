@@ -24,7 +24,7 @@ from infer.drafters.base import Drafter
 from infer.evaluation.evaluate import (
     build_prompt_sets,
     measure_prompt_sets,
-    shorten_prompt_set,
+    subsample_prompt_set,
     summarise_evaluation,
 )
 from infer.evaluation.measurement import PromptSet, VariantMeasurement, merge_measurements
@@ -160,7 +160,7 @@ def select_prompt_sets(config: TrainConfig, target: Target, is_last: bool) -> li
         config.data, target.tokenizer, options.prompts, options.max_prompt_tokens, outside
     )
     prompt_sets = build_prompt_sets(prompts, options)
-    return prompt_sets if is_last else [shorten_prompt_set(prompt_sets[0])]
+    return prompt_sets if is_last else [subsample_prompt_set(prompt_sets[0])]
 
 
 def decode_prompt_share(
@@ -205,7 +205,7 @@ def write_evaluation(
     target: Target,
     drafter: Drafter,
     prompt_sets: list[PromptSet],
-    shares: list[list[list[VariantMeasurement]]],
+    measurements_by_process: list[list[list[VariantMeasurement]]],
     log: RunLog,
 ) -> None:
     """Merge the measurements of all processes, write them to the checkpoint's evaluation.json, and
@@ -213,7 +213,9 @@ def write_evaluation(
 
     folder: the checkpoint's folder. shares: the result of `decode_prompt_share` of each process.
     """
-    measured = [merge_measurements(set_shares) for set_shares in zip(*shares, strict=True)]
+    measured = [
+        merge_measurements(set_shares) for set_shares in zip(*measurements_by_process, strict=True)
+    ]
     result = summarise_evaluation(target, drafter, prompt_sets, measured)
     result = replace(result, step=parse_step(folder), checkpoint=str(folder), drafter=log.name)
     write_result(folder / "evaluation" / "evaluation.json", result)

@@ -24,7 +24,7 @@ from omegaconf import OmegaConf
 
 from infer.formats.checkpoint import NGRAM_FILE_NAME
 from infer.ngrams.count import count_ngrams, default_ngram_order
-from infer.targets.identity import target_identity
+from infer.targets.identity import compute_target_digests
 from infer.targets.target import Target
 from infer.utils.errors import abort_on_write_error
 from infer.utils.files import (
@@ -104,13 +104,13 @@ def add_removed_options(config: dict) -> dict:
     return complete
 
 
-def has_started(run: Path) -> bool:
+def has_completed_step(run: Path) -> bool:
     """Return whether a run has completed a training step. Until then, a run with another
     configuration may use the same folder."""
     return (run / METRICS_FILE).exists() or (run / "checkpoints").exists()
 
 
-def update_options(recorded: dict, defaults: dict) -> dict:
+def migrate_recorded_options(recorded: dict, defaults: dict) -> dict:
     """Convert the options of a run of an older version to the options of this version.
 
     recorded: the run's options and values. defaults: this version's options and default values. An
@@ -120,7 +120,7 @@ def update_options(recorded: dict, defaults: dict) -> dict:
     updated = dict(defaults)
     for key in recorded.keys() & defaults.keys():
         if isinstance(recorded[key], dict) and defaults[key]:
-            updated[key] = update_options(recorded[key], defaults[key])
+            updated[key] = migrate_recorded_options(recorded[key], defaults[key])
         else:
             updated[key] = recorded[key]
     return updated
@@ -140,11 +140,11 @@ def read_recorded_json(file: Path) -> dict:
 def refuse_other_run(config: TrainConfig, run: Path) -> None:
     """Raise ValueError if the folder `run` contains a run with another configuration, and that run
     has completed a training step."""
-    if not (run / RUN_CONFIG_FILE).exists() or not has_started(run):
+    if not (run / RUN_CONFIG_FILE).exists() or not has_completed_step(run):
         return
     defaults = add_removed_options(config_to_json(TrainConfig()))
     saved = translate_saved_config(read_recorded_json(run / RUN_CONFIG_FILE))
-    recorded = update_options(saved, defaults)
+    recorded = migrate_recorded_options(saved, defaults)
     message = (
         f"{run} contains a run with another configuration ({{keys}} differ): choose another name "
         "for this run with name="
@@ -183,7 +183,7 @@ def open_run_folder(config: TrainConfig) -> Generator[Path]:
             refuse_other_run(config, run)
             yield run
         finally:
-            if not has_started(run):
+            if not has_completed_step(run):
                 remove_unstarted_run(run)
 
 
@@ -211,7 +211,7 @@ def record_run_start(run: Path, config: TrainConfig, sources: dict) -> None:
     compared with what was recorded then. Raises ValueError if they differ.
     """
     with abort_on_write_error(str(run)):
-        if has_started(run) and (run / RUN_INPUT_IDENTITY_FILE).exists():
+        if has_completed_step(run) and (run / RUN_INPUT_IDENTITY_FILE).exists():
             message = (
                 f"the run in {run} started with other files under the same paths ({{keys}} "
                 "differ). If it were resumed, it could train on examples that were held out "
@@ -222,7 +222,7 @@ def record_run_start(run: Path, config: TrainConfig, sources: dict) -> None:
             )
         else:
             write_json(run / RUN_INPUT_IDENTITY_FILE, sources)
-        if not has_started(run):
+        if not has_completed_step(run):
             options = config_to_json(config)
             write_json(run / RUN_CONFIG_FILE, options)
             defaults = {"defaults": ["train", "_self_"]}
@@ -235,7 +235,7 @@ def identify_sources(target_path: str, target: Target, dataset: "StoredFeatures 
     """Return digests of the target and of the training data, which change if the content changes.
     Computing them takes about a second per gigabyte of tokens."""
     return {
-        "target": target_identity(target_path, target.tokenizer_digest),
+        "target": compute_target_digests(target_path, target.tokenizer_digest),
         "data": {"rows": len(dataset), "content": digest_dataset(dataset)},
     }
 
@@ -273,7 +273,7 @@ def collect_token_ids(dataset: "StoredFeatures | Dataset") -> set[int]:
     return token_ids
 
 
-def count_learned_tokens(dataset: "StoredFeatures | Dataset", target: Target) -> torch.Tensor:
+def count_supervised_tokens(dataset: "StoredFeatures | Dataset", target: Target) -> torch.Tensor:
     """Count how often each token of the target's vocabulary occurs in the training data at a
     position with a loss. Returns (vocab_size,) int64."""
     counts = np.zeros(target.vocab_size, dtype=np.int64)
@@ -292,7 +292,7 @@ def find_frequent_tokens(
     Special tokens are always included, because a drafter must be able to draft the end of an
     output.
     """
-    counts = count_learned_tokens(dataset, target)
+    counts = count_supervised_tokens(dataset, target)
     tokenizer: Any = target.tokenizer
     special_ids = {*target.eos_token_ids, *tokenizer.all_special_ids}
     counts[[token_id for token_id in special_ids if token_id < len(counts)]] = torch.iinfo(

@@ -13,13 +13,13 @@ from infer.drafters.base import Drafter
 from infer.drafters.build import (
     check_draft_vocabulary,
     create_drafter,
-    drop_target_copies,
-    read_fixed_options,
+    read_options_from_config,
+    remove_copied_embedding_and_head,
 )
 from infer.drafters.heads.table import build_head_config, read_head_options
 from infer.formats.checkpoint import load_drafter
 from infer.formats.folders import open_drafter_folder
-from infer.formats.layouts import find_folder_problems, read_layout
+from infer.formats.layouts import find_folder_problems, parse_drafter_config
 from infer.targets.loading import load_config
 from infer.targets.target import Target
 from train.config import TrainConfig
@@ -46,12 +46,12 @@ def resolve_drafter_options(options: DrafterConfig, target: TargetConfig) -> Dra
     text_config = load_config(target.path, target.trust_remote_code).get_text_config()
     check_draft_vocabulary(options, text_config)
     folder = open_drafter_folder(options.init)
-    reading = read_layout(folder, text_config.num_hidden_layers)
+    reading = parse_drafter_config(folder, text_config.num_hidden_layers)
     if problems := find_folder_problems(folder, reading):
         raise ValueError(f"drafter.init={options.init}: {'; '.join(problems)}")
 
     drafter = cast(Drafter, reading.build_drafter())
-    init_options = read_fixed_options(drafter)
+    init_options = read_options_from_config(drafter)
     # The vocabulary of a drafter can still be changed, unless the drafter has a conditional head:
     # such a head has weights for every token of the vocabulary.
     if options.draft_vocab_size and drafter.head_spec is None:
@@ -169,13 +169,13 @@ def _load_existing_drafter(
     drafter = cast(Drafter, load_drafter(options.init, torch.float32, target_layers=num_layers))
     try:
         drafter.check_target(target)
-        drop_target_copies(drafter, target)
+        remove_copied_embedding_and_head(drafter, target)
     except ValueError as error:
         raise ValueError(f"drafter.init={options.init} cannot be trained here: {error}") from error
 
     if (
         options.draft_vocab_size
-        and options.draft_vocab_size != read_fixed_options(drafter)["draft_vocab_size"]
+        and options.draft_vocab_size != read_options_from_config(drafter)["draft_vocab_size"]
     ):
         assert draft_tokens is not None
         restrict_vocabulary(drafter, draft_tokens)

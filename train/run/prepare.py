@@ -74,7 +74,7 @@ def prepare_run(user_config: TrainConfig, device: torch.device, folder: Path) ->
     print_overview(overview_lines, example_counts, memory_line)
 
     # Build the DeepSpeed engine, and restore the state of the newest checkpoint.
-    place_target(target, config, device)
+    shard_or_strip_target(target, config, device)
     checkpoint, notes = find_newest_checkpoint(folder)
     state = load_training_state(checkpoint)
     completed_steps = 0
@@ -91,7 +91,7 @@ def prepare_run(user_config: TrainConfig, device: torch.device, folder: Path) ->
         run_on_first_process(lambda: write_ngrams(dataset, target, folder, drafter.ngram_path))
     # No folder may be removed before every process has loaded the checkpoint.
     dist.barrier()
-    run_on_first_process(lambda: remove_later_steps(folder, completed_steps))
+    run_on_first_process(lambda: trim_run_to_step(folder, completed_steps))
     schedule = run_on_first_process(
         lambda: resume_schedule(config, len(dataset), folder, completed_steps)
     )
@@ -147,7 +147,7 @@ def print_overview(
     print(*lines[:2], *example_lines, *lines[2:], memory_line, sep="\n", flush=True)
 
 
-def place_target(target: Target, config: TrainConfig, device: torch.device) -> None:
+def shard_or_strip_target(target: Target, config: TrainConfig, device: torch.device) -> None:
     """Prepare the target's memory for training. With target.shard=true, shard the target over the
     devices of all processes. If the target's hidden states were stored before training
     (`config.features`), free its decoder layers, which are not needed any more.
@@ -207,7 +207,7 @@ def summarise_run(
     return line
 
 
-def remove_later_steps(folder: Path, step: int) -> None:
+def trim_run_to_step(folder: Path, step: int) -> None:
     """Remove the log lines of all steps after `step`, which the resumed run will train again. Also
     remove older training states that are no longer needed (`remove_superseded_states`)."""
     trim_step_metrics(folder / METRICS_FILE, step)

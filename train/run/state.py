@@ -23,13 +23,13 @@ from infer.drafters.build import (
     build_drafter_config,
     choose_feature_layers,
     choose_mask_token,
-    read_fixed_options,
+    read_options_from_config,
 )
 from infer.drafters.families import DRAFTER_FAMILIES
 from infer.formats.folders import open_drafter_folder
-from infer.formats.layouts import find_folder_problems, read_layout
+from infer.formats.layouts import find_folder_problems, parse_drafter_config
 from infer.targets.loading import load_config, load_configured_target, resolve_dtype
-from infer.targets.target import Target, number_format_name
+from infer.targets.target import Target, weight_format_name
 from train.blocks import count_available_anchors
 from train.config import OptimConfig, TrainConfig, check_head_training
 from train.engine import compute_dtype, split_batch
@@ -41,14 +41,14 @@ from train.run.checkpoints import list_checkpoints
 from train.run.folder import (
     RUN_CONFIG_FILE,
     collect_token_ids,
-    count_learned_tokens,
-    has_started,
+    count_supervised_tokens,
+    has_completed_step,
     iterate_column,
     run_folder,
 )
 from train.run.initial import resolve_drafter_options
 from train.run.log import read_step_metrics
-from train.step_memory import StepShape, available_device_memory, choose_recompute
+from train.step_memory import StepSizes, available_device_memory, choose_gradient_checkpointing
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -62,33 +62,36 @@ class TrainingSchedule:
 
     optim: OptimConfig
     length: float  # length of the whole run in steps, or in seconds with optim.max_minutes
-    checkpoints: int  # number of checkpoints, evenly spaced over the run
-    step: int  # number of completed steps
+    num_checkpoints: int  # number of checkpoints, evenly spaced over the run
+    completed_steps: int  # number of completed steps
     seconds: float  # duration of all completed steps together
 
     @property
-    def elapsed(self) -> float:
+    def completed_length(self) -> float:
         """The progress in the unit of `length`: the number of completed steps, or with
         optim.max_minutes the duration of these steps in seconds."""
-        return self.step if self.optim.max_minutes is None else self.seconds
+        return self.completed_steps if self.optim.max_minutes is None else self.seconds
 
     @property
     def is_finished(self) -> bool:
         """Whether the run has reached its length."""
-        return self.elapsed >= self.length
+        return self.completed_length >= self.length
 
     @property
     def estimated_steps(self) -> int:
         """The expected number of steps of the whole run. With optim.max_minutes, it is estimated
         from the duration of the completed steps."""
-        if self.step == 0:
+        if self.completed_steps == 0:
             return round(self.length)
-        return max(self.step, round(self.length / max(self.elapsed, 1e-9) * self.step))
+        return max(
+            self.completed_steps,
+            round(self.length / max(self.completed_length, 1e-9) * self.completed_steps),
+        )
 
     @property
     def learning_rate(self) -> float:
         """The learning rate of the next step."""
-        return cosine_learning_rate(self.optim, self.elapsed, self.length)
+        return cosine_learning_rate(self.optim, self.completed_length, self.length)
 
     def advance(self, seconds: float) -> bool:
         """Count one completed step, and return whether a checkpoint is due now.
@@ -96,14 +99,14 @@ class TrainingSchedule:
         seconds: duration of all completed steps, including this one. The last checkpoint is due at
         the end of the run.
         """
-        elapsed_before = self.elapsed
-        self.step += 1
+        elapsed_before = self.completed_length
+        self.completed_steps += 1
         self.seconds = seconds
-        for i in range(self.checkpoints):
-            due_at = self.length * (i + 1) / self.checkpoints
+        for i in range(self.num_checkpoints):
+            due_at = self.length * (i + 1) / self.num_checkpoints
             if self.optim.max_minutes is None:
                 due_at = round(due_at)
-            if elapsed_before < due_at <= self.elapsed:
+            if elapsed_before < due_at <= self.completed_length:
                 return True
         return False
 
@@ -204,11 +207,11 @@ def complete_config(
     training, and a line for the user about the memory that a training step needs.
 
     These options are set: drafter options that are None (`use_recorded_defaults`), the mask token
-    (`set_mask_token`), `anchors_per_sequence` (`limit_anchors`), and `gradient_checkpointing`
-    (from the available memory).
+    (`set_mask_token`), `anchors_per_sequence` (`resolve_anchors_per_sequence`), and
+    `gradient_checkpointing` (from the available memory).
     """
     drafter_options = set_mask_token(use_recorded_defaults(config), target, dataset)
-    anchors = run_on_first_process(lambda: limit_anchors(dataset, config))
+    anchors = run_on_first_process(lambda: resolve_anchors_per_sequence(dataset, config))
     config = replace(config, drafter=drafter_options, anchors_per_sequence=anchors)
 
     # Use the memory of the smallest device in all processes, so that their configurations are the
@@ -222,9 +225,9 @@ def complete_config(
 
     world_size = dist.get_world_size()
     micro_batch_size, _ = split_batch(config, world_size)
-    return choose_recompute(
+    return choose_gradient_checkpointing(
         config,
-        StepShape(config, target.config, micro_batch_size),
+        StepSizes(config, target.config, micro_batch_size),
         world_size,
         target.dtype.itemsize,
         compute_dtype(config, device).itemsize,
@@ -237,7 +240,7 @@ def resolve_precision(config: TrainConfig, device: torch.device) -> str:
     """Return the dtype of the drafter's matmuls in training, as the name 'float32' or 'bfloat16'.
     With optim.precision=auto, a resumed run keeps the dtype with which it started."""
     run = run_folder(config)
-    if config.optim.precision == "auto" and has_started(run):
+    if config.optim.precision == "auto" and has_completed_step(run):
         # A damaged file is ignored here, because `refuse_other_run` will raise an error for it.
         with suppress(ValueError, OSError, KeyError):
             recorded_config = json.loads((run / RUN_CONFIG_FILE).read_text())
@@ -256,9 +259,9 @@ def use_recorded_defaults(config: TrainConfig) -> DrafterConfig:
         # Skip a damaged checkpoint: older checkpoints of the run have the same options.
         with suppress(ValueError, OSError):
             folder = open_drafter_folder(str(checkpoint / "drafter"))
-            reading = read_layout(folder)
+            reading = parse_drafter_config(folder)
             if not find_folder_problems(folder, reading):
-                recorded_options = read_fixed_options(cast(Drafter, reading.build_drafter()))
+                recorded_options = read_options_from_config(cast(Drafter, reading.build_drafter()))
                 unset = {}
                 for key, value in recorded_options.items():
                     if getattr(config.drafter, key) is None:
@@ -288,7 +291,7 @@ def set_mask_token(
     return replace(options, mask_token_id=mask_token_id)
 
 
-def limit_anchors(dataset: "StoredFeatures | Dataset", config: TrainConfig) -> int:
+def resolve_anchors_per_sequence(dataset: "StoredFeatures | Dataset", config: TrainConfig) -> int:
     """Return how many anchors (positions at which a training block starts) are drawn per packed
     sequence: `config.anchors_per_sequence`, but at most the largest number of anchors that any
     sequence has room for.
@@ -322,7 +325,7 @@ def describe_run(
     hf_config = target.config
     target_line = (
         f"target     {config.target.path}, {hf_config.num_hidden_layers} layers of hidden size "
-        f"{hf_config.hidden_size}, {number_format_name(target)}"
+        f"{hf_config.hidden_size}, {weight_format_name(target)}"
     )
     if config.target.chat_template_kwargs:
         target_line += f"; chat template arguments {config.target.chat_template_kwargs}"
@@ -348,7 +351,7 @@ def describe_run(
 
     lines = [target_line, data_line, run_line]
     if draft_tokens is not None:
-        counts = count_learned_tokens(dataset, target)
+        counts = count_supervised_tokens(dataset, target)
         coverage_percent = 100 * counts[draft_tokens].sum() / counts.sum()
         lines.append(
             f"vocabulary {len(draft_tokens):,} of {len(counts):,} tokens, which cover "

@@ -100,10 +100,10 @@ def read_config(
     parsed.unused_tensors |= {"t2d", "embed_tokens.weight"}
     if "draft_vocab_size" not in options:
         parsed.unused_tensors.add("d2t")
-    parsed.padded_rows = keys.padded_rows
-    parsed.options = {
+    parsed.padded_vocab_size = keys.padded_rows
+    parsed.config_kwargs = {
         **options,
-        **family.wrap_family_config(family_config),
+        **family.build_config_entries(family_config),
         "block_size": block_size,
         "num_target_layers": layers,
     }

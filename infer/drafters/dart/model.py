@@ -43,7 +43,7 @@ from infer.drafters.base import Drafter
 from infer.drafters.build import build_feature_layer_keys
 from infer.drafters.dart import layouts
 from infer.drafters.families import DRAFTER_FAMILIES
-from infer.drafters.initial_weights import select_feature_layer
+from infer.drafters.initial_weights import init_projection_to_select_layer
 from infer.drafters.layer import CosSin, DrafterLayer, attend_cached_context, attend_packed_context
 from infer.drafters.state import (
     AttentionPattern,
@@ -51,12 +51,12 @@ from infer.drafters.state import (
     DrafterState,
     build_cached_block_mask,
 )
-from infer.targets.support import attention_layer_ids
+from infer.targets.support import get_attention_layer_ids
 from infer.targets.target import Target
 
 CAUSAL_PATTERN: AttentionPattern = (True, None)
 # A warm start sets the mask vector to the layer's mean input over this number of random tokens.
-RANDOM_TOKENS_AVERAGED_FOR_MASK_VECTOR = 128
+NUM_RANDOM_TOKENS_FOR_MASK_VECTOR = 128
 
 
 class DARTLayer(DrafterLayer):
@@ -184,7 +184,7 @@ class DART(Drafter):
         drafter reads, or else its last attention layer. `layers` is ignored: the drafter has one
         layer.
         """
-        all_attention_layers = attention_layer_ids(target_config)
+        all_attention_layers = get_attention_layer_ids(target_config)
         for layer in all_attention_layers:
             if layer > layer_ids[-1]:
                 return [layer]
@@ -201,7 +201,7 @@ class DART(Drafter):
         qk_norm = True
         if target is not None:
             target_layers = cast(nn.ModuleList, target.decoder.layers)
-            for index in attention_layer_ids(target_config)[:1]:
+            for index in get_attention_layer_ids(target_config)[:1]:
                 names = dict(target_layers[index].named_parameters())
                 qk_norm = "self_attn.q_norm.weight" in names
         family_config = build_feature_layer_keys(options, target_config)
@@ -236,18 +236,18 @@ class DART(Drafter):
         be larger than the output of attention that is added to it (LOG.md). It stays random if the
         target's weights are not in memory.
         """
-        select_feature_layer(self.fc, -1)
+        init_projection_to_select_layer(self.fc, -1)
         if any(weight.is_meta for weight in target.decoder.parameters()):
             return
 
-        shape = (1, RANDOM_TOKENS_AVERAGED_FOR_MASK_VECTOR)
+        shape = (1, NUM_RANDOM_TOKENS_FOR_MASK_VECTOR)
         ids = torch.randint(target.config.vocab_size, shape, generator=generator)
         ids = ids.to(target.device)
-        positions = torch.arange(RANDOM_TOKENS_AVERAGED_FOR_MASK_VECTOR)[None].to(ids)
+        positions = torch.arange(NUM_RANDOM_TOKENS_FOR_MASK_VECTOR)[None].to(ids)
         features = target.compute_packed_features(
             ids, positions, torch.zeros_like(ids), self.layer_ids
         )
-        projected = self.fc(features.context[0].to(self.fc.weight))  # (tokens, hidden size)
+        projected = self.fc(features.layer_features[0].to(self.fc.weight))  # (tokens, hidden size)
         embedded = target.embed(ids[0]).to(projected)
         inputs = self.midlayer.prepare_attention_inputs(projected, embedded)
         feature_inputs = inputs[:, projected.shape[1] :]

@@ -226,11 +226,11 @@ def read_config(
     counts_feature_layers = layers == len(layer_ids) <= max(layer_ids) - layout.first_layer_id
     if layout.name == "TorchSpec" or counts_feature_layers:
         layers = keys.get("target_num_hidden_layers", target_layers)
-    complete_config(parsed, family, keys, layout, tensors, layers)
+    set_options_and_tensor_names(parsed, family, keys, layout, tensors, layers)
     return parsed
 
 
-def complete_config(
+def set_options_and_tensor_names(
     parsed: ParsedConfig,
     family: Family,
     keys: CheckedKeys,
@@ -264,7 +264,7 @@ def complete_config(
     parsed.unused_tensors.add("t2d")  # t2d (which target tokens can be drafted) follows from d2t
     if "draft_vocab_size" not in options:
         parsed.unused_tensors.add("d2t")
-    parsed.padded_rows = keys.padded_rows
+    parsed.padded_vocab_size = keys.padded_rows
     if layout.name == "speculators":
         parsed.unused_tensors |= {"verifier_lm_head.weight", "verifier_norm.weight"}
 
@@ -276,11 +276,11 @@ def complete_config(
             "is true, but a drafter that uses its own embedding as language model head is not "
             "supported",
         )
-    parsed.options = {
+    parsed.config_kwargs = {
         **options,
         "has_embed_tokens": has_embedding,
         "has_lm_head": has_head,
-        **family.wrap_family_config(family_config),
+        **family.build_config_entries(family_config),
         "block_size": family_config["block_size"],
         "num_target_layers": layers,
     }

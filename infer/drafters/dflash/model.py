@@ -41,7 +41,7 @@ from infer.drafters.base import Drafter
 from infer.drafters.build import build_feature_layer_keys, choose_mask_token
 from infer.drafters.dflash import layouts, writers
 from infer.drafters.families import DRAFTER_FAMILIES
-from infer.drafters.initial_weights import select_feature_layer
+from infer.drafters.initial_weights import init_projection_to_select_layer
 from infer.drafters.layer import CosSin, DrafterLayer, attend_cached_context, attend_packed_context
 from infer.drafters.state import (
     AttentionPattern,
@@ -52,7 +52,7 @@ from infer.drafters.state import (
 from infer.kernels.operands import RMSNormWeights
 from infer.targets.kernel_decoder import KernelDecoder
 from infer.targets.layers import convert_layer, join_linear_copies, select_decoder_class
-from infer.targets.support import attention_layer_ids
+from infer.targets.support import get_attention_layer_ids
 from infer.targets.target import Target
 
 # Public drafters have at least MIN_LAYERS_OF_PUBLIC_DRAFTERS layers and read as many target layers.
@@ -269,7 +269,7 @@ class DFlash(Drafter):
         `layers` is the drafter's number of layers. Returns [] if the target has fewer attention
         layers.
         """
-        all_attention_layers = attention_layer_ids(target_config)
+        all_attention_layers = get_attention_layer_ids(target_config)
         later_layers = [layer for layer in all_attention_layers if layer > layer_ids[0]]
         chosen = all_attention_layers[-layers:]
         if len(later_layers) >= layers:
@@ -345,12 +345,12 @@ class DFlash(Drafter):
         """
         self.hidden_norm.weight.copy_(layer_weights[0]["input_layernorm.weight"])
         if not self.has_layer_fusion:
-            select_feature_layer(self.fc, 0)
+            init_projection_to_select_layer(self.fc, 0)
             return
         for layer in self.typed_layers:
             attention = layer.self_attn
-            keys, values = attention.key_value_projections()
-            context_keys, context_values = attention.key_value_projections("_target")
+            keys, values = attention.get_key_value_projections()
+            context_keys, context_values = attention.get_key_value_projections("_target")
             context_keys.load_state_dict(keys.state_dict())
             context_values.load_state_dict(values.state_dict())
 
@@ -485,7 +485,7 @@ class DFlash(Drafter):
         kernels = self.kernels
         norm = RMSNormWeights(self.hidden_norm.weight.detach(), self.config.rms_norm_eps)
         layer_projections = [
-            layer.self_attn.key_value_projections(self.context_projection_suffix)
+            layer.self_attn.get_key_value_projections(self.context_projection_suffix)
             for layer in self.typed_layers
         ]
 

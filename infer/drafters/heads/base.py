@@ -53,7 +53,7 @@ class HeadOutput(NamedTuple):
     token_embedding: torch.Tensor | None = None
 
 
-class Head(nn.Module):
+class ConditionalHead(nn.Module):
     """Base class of conditional heads, which make a drafted token's score depend on the drafted
     tokens before it.
 

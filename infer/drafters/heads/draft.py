@@ -19,7 +19,7 @@ import torch
 from torch.nn import functional as F
 
 from infer.drafters.base import DraftedBlock, Drafter
-from infer.drafters.heads.base import EmbedAndNorm, Head, HeadOutput
+from infer.drafters.heads.base import ConditionalHead, EmbedAndNorm, HeadOutput
 from infer.drafters.state import DrafterState
 from infer.targets.target import Target
 from infer.trees.tree import Proposal
@@ -180,7 +180,7 @@ class ConditionalDraft:
         return torch.cat(log_probs, 1), joined_state
 
     @cached_property
-    def table(self) -> CandidateLogProbs:
+    def candidate_log_probs(self) -> CandidateLogProbs:
         """The log-probabilities of each drafted position's candidates (likeliest tokens), for every
         candidate of the previous position as previous token.
 
@@ -241,34 +241,36 @@ class ConditionalDraft:
         columns = self.columns[:, slots, None].expand(-1, -1, num_previous, -1)
         return scores.log_softmax(-1).gather(3, columns)
 
-    def begin(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def compute_first_log_probs(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the log-probabilities (B, 1, num_candidates) of the first drafted position's
         candidates, and the recurrent state (B, 1, state_size) after the bonus token (None if the
         head is not recurrent)."""
         if not self.recurrent:
-            return self.table.first_slot[:, None], None
+            return self.candidate_log_probs.first_slot[:, None], None
         slots = torch.zeros(1, dtype=torch.long, device=self.bonus.device)
         initial_state = self.head.initial_state(self.bonus, self.all_states)
         return self.score_candidates(slots, self.bonus[:, None], initial_state)
 
-    def extend(
-        self, slot: int, which: torch.Tensor, memory: torch.Tensor | None
+    def compute_next_log_probs(
+        self, slot: int, last_candidate_indices: torch.Tensor, recurrent_state: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the log-probabilities (B, P, num_candidates) of the candidates of the drafted
         position `slot` after each of P prefixes (paths of a draft tree), and the recurrent state
         after the prefixes.
 
-        `which` (B, P) int64 is the last token of each prefix, as an index into the candidates of
-        the previous position. `memory` (B, P, state_size) is the recurrent state before these
-        tokens. Both states are None if the head is not recurrent.
+        `last_candidate_indices` (B, P) int64 is the last token of each prefix, as an index into the
+        candidates of the previous position. `recurrent_state` (B, P, state_size) is the recurrent
+        state before these tokens. Both states are None if the head is not recurrent.
         """
         if not self.recurrent:
-            indices = which[..., None].expand(-1, -1, self.tokens.shape[-1])
-            return self.table.later_slots[:, slot - 1].gather(1, indices), None
-        previous_tokens = self.tokens[:, slot - 1].gather(1, which)
-        return self.score_candidates(torch.full_like(which[0], slot), previous_tokens, memory)
+            indices = last_candidate_indices[..., None].expand(-1, -1, self.tokens.shape[-1])
+            return self.candidate_log_probs.later_slots[:, slot - 1].gather(1, indices), None
+        previous_tokens = self.tokens[:, slot - 1].gather(1, last_candidate_indices)
+        return self.score_candidates(
+            torch.full_like(last_candidate_indices[0], slot), previous_tokens, recurrent_state
+        )
 
-    def chain(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def draft_greedy_chain(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Draft a greedy chain of `length` tokens: at each position, the likeliest token after the
         tokens drafted so far.
 
@@ -305,7 +307,7 @@ class ConditionalDraft:
 
         This requires that each position's candidates are all tokens among which the head chooses.
         """
-        log_probs = self.table.first_slot  # (B, candidates)
+        log_probs = self.candidate_log_probs.first_slot  # (B, candidates)
         best_log_probs = []
         best_indices = []
         for slot in range(length):
@@ -314,31 +316,31 @@ class ConditionalDraft:
             best_indices.append(index)
             if slot + 1 < length:
                 indices = index[:, None, None].expand(-1, 1, log_probs.shape[1])
-                log_probs = self.table.later_slots[:, slot].gather(1, indices)[:, 0]
+                log_probs = self.candidate_log_probs.later_slots[:, slot].gather(1, indices)[:, 0]
         indices = torch.stack(best_indices, 1)[..., None]  # (B, length, 1)
         tokens = self.tokens[:, :length].gather(2, indices)[..., 0]
         return tokens, torch.stack(best_log_probs, 1)
 
 
 def draft_proposal(
-    drafter: Drafter, target: Target, bonus: torch.Tensor, state: DrafterState, budget: int
+    drafter: Drafter, target: Target, bonus: torch.Tensor, state: DrafterState, max_nodes: int
 ) -> Proposal:
     """Draft a block for every batch row. Return a proposal, from which draft trees for greedy
     decoding are built.
 
     `bonus` (B,) are the bonus tokens, after which the blocks are drafted. `state` is the drafter's
-    decoding state. `budget` is the maximum number of drafted nodes of a tree.
+    decoding state. `max_nodes` is the maximum number of drafted nodes of a tree.
     """
     block = drafter.draft_block(target, bonus, state)
     steps = None
     if drafter.head_spec is not None:
         steps = ConditionalDraft(drafter, target, bonus, block)
     return Proposal(
-        bonus, block.marginals, budget, conditionals=steps, vocabulary=drafter.vocabulary
+        bonus, block.marginals, max_nodes, conditionals=steps, vocabulary=drafter.vocabulary
     )
 
 
-def get_conditional_head(drafter: Drafter) -> Head:
+def get_conditional_head(drafter: Drafter) -> ConditionalHead:
     """Return the drafter's conditional head. The drafter must have one."""
     head = drafter.conditional_head
     assert head is not None, "the drafter has no conditional head"

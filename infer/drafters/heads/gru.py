@@ -14,10 +14,15 @@ import torch
 from torch import nn
 from transformers import Qwen3Config
 
-from infer.drafters.heads.base import EmbedAndNorm, Head, HeadOutput, get_draft_vocab_size
+from infer.drafters.heads.base import (
+    ConditionalHead,
+    EmbedAndNorm,
+    HeadOutput,
+    get_draft_vocab_size,
+)
 
 
-class GRUHead(Head):
+class GRUHead(ConditionalHead):
     """Domino's conditional head. The tensors have the same names as in Domino's checkpoints."""
 
     recurrent = True

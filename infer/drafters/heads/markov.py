@@ -14,10 +14,15 @@ import torch
 from torch import nn
 from transformers import Qwen3Config
 
-from infer.drafters.heads.base import EmbedAndNorm, Head, HeadOutput, get_draft_vocab_size
+from infer.drafters.heads.base import (
+    ConditionalHead,
+    EmbedAndNorm,
+    HeadOutput,
+    get_draft_vocab_size,
+)
 
 
-class MarkovHead(Head):
+class MarkovHead(ConditionalHead):
     """DSpark's Markov head. The names of tensors and config keys are DSpark's.
 
     `markov_w1` has a row for each token of the target, and `markov_w2` for each token that the

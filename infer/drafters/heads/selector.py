@@ -11,10 +11,15 @@ import torch
 from torch import nn
 from transformers import Qwen3Config
 
-from infer.drafters.heads.base import EmbedAndNorm, Head, HeadOutput, get_draft_vocab_size
+from infer.drafters.heads.base import (
+    ConditionalHead,
+    EmbedAndNorm,
+    HeadOutput,
+    get_draft_vocab_size,
+)
 
 
-class SelectorHead(Head):
+class SelectorHead(ConditionalHead):
     """DFlash 2's candidate selector. The names of tensors and config keys are those of DFlash 2."""
 
     output_name = "successor_codebook"

@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import Qwen3Config
 
-from infer.drafters.heads.base import EmbedAndNorm, Head, HeadOutput
+from infer.drafters.heads.base import ConditionalHead, EmbedAndNorm, HeadOutput
 
 
-class SwiGLUHead(Head):
+class SwiGLUHead(ConditionalHead):
     """TreeFlash's conditional head. The tensors have the same names as in TreeFlash's
     checkpoints."""
 

@@ -27,7 +27,7 @@ class HeadConfigKey(NamedTuple):
 
     name: str
     # field of `infer.config.HeadConfig` that sets this key; None if no option sets it
-    option: str | None = None
+    option_name: str | None = None
     # value that is assumed if config.json lacks the key
     default: Any = None
     # value in the config.json of a new drafter if no option sets the key
@@ -45,9 +45,9 @@ class HeadSpec:
     name: str  # the value of the option `drafter.head.name`
     title: str  # the head's name in messages
     class_path: str  # "module:class" of the head, which is imported when it is first needed
-    attribute: str  # name of the head as a submodule of the drafter
+    module_name: str  # name of the head as a submodule of the drafter
     # A drafter has this head if config.json contains this key with a value other than 0 or false.
-    config_key: str
+    presence_key: str
     config_keys: tuple[HeadConfigKey, ...]  # all config.json keys that describe the head
     # whether the head adds a correction to the logits; false if it changes their input instead
     adds_to_logits: bool = True
@@ -58,7 +58,7 @@ class HeadSpec:
     @property
     def options(self) -> set[str]:
         """Names of the fields of `infer.config.HeadConfig` that the head reads, except `name`."""
-        return {key.option for key in self.config_keys if key.option}
+        return {key.option_name for key in self.config_keys if key.option_name}
 
     def load(self) -> Any:
         """Import and return the head's class, a subclass of `infer.drafters.heads.base.Head`."""
@@ -70,8 +70,8 @@ _HEAD_SPECS = (
         "markov",
         "Markov (DSpark)",
         "infer.drafters.heads.markov:MarkovHead",
-        attribute="markov_head",
-        config_key="markov_rank",
+        module_name="markov_head",
+        presence_key="markov_rank",
         config_keys=(
             HeadConfigKey("markov_rank", "rank", minimum=0),
             HeadConfigKey("markov_head_type", "kind", "vanilla", choices=MARKOV_HEAD_KINDS),
@@ -96,8 +96,8 @@ _HEAD_SPECS = (
         "selector",
         "candidate selector (DFlash 2)",
         "infer.drafters.heads.selector:SelectorHead",
-        attribute="candidate_selector",
-        config_key="selector_rank",
+        module_name="candidate_selector",
+        presence_key="selector_rank",
         config_keys=(
             HeadConfigKey("selector_rank", "rank", minimum=0),
             HeadConfigKey("selector_top_k", "top_k", 16, minimum=0),
@@ -108,8 +108,8 @@ _HEAD_SPECS = (
         "swiglu",
         "SwiGLU (TreeFlash)",
         "infer.drafters.heads.swiglu:SwiGLUHead",
-        attribute="ar_approximation",
-        config_key="ar_approximation",
+        module_name="ar_approximation",
+        presence_key="ar_approximation",
         config_keys=(
             HeadConfigKey("ar_approximation", new_drafter_value="swiglu", choices=("swiglu",)),
             HeadConfigKey("ar_hidden_size", "hidden_size", optional=True),
@@ -120,8 +120,8 @@ _HEAD_SPECS = (
         "gru",
         "GRU (Domino)",
         "infer.drafters.heads.gru:GRUHead",
-        attribute="domino_head",
-        config_key="gru_hidden_dim",
+        module_name="domino_head",
+        presence_key="gru_hidden_dim",
         config_keys=(
             HeadConfigKey("emb_dim", "rank", 256),
             HeadConfigKey("gru_hidden_dim", "hidden_size", 1024, new_drafter_value=1024, minimum=0),
@@ -133,8 +133,8 @@ _HEAD_SPECS = (
         "xpress",
         "causal refiner (XPress)",
         "infer.drafters.heads.xpress:XPressHead",
-        attribute="refiner_head",
-        config_key="xpress_rank",
+        module_name="refiner_head",
+        presence_key="xpress_rank",
         config_keys=(
             HeadConfigKey("xpress_rank", "rank", 256, minimum=0),
             HeadConfigKey("xpress_mlp_ratio", default=2, new_drafter_value=2),
@@ -154,10 +154,10 @@ def find_head_spec(family_config: Mapping[str, Any]) -> HeadSpec | None:
     describes none.
 
     `family_config` is the object in config.json that holds the drafter family's keys. A head is
-    recognised by the key `HeadSpec.config_key`.
+    recognised by the key `HeadSpec.presence_key`.
     """
     for spec in _HEAD_SPECS:
-        if family_config.get(spec.config_key):
+        if family_config.get(spec.presence_key):
             return spec
     return None
 
@@ -176,8 +176,8 @@ def build_head_config(options: Any) -> dict[str, Any]:
     family_config = {}
     for key in spec.config_keys:
         value = None
-        if key.option is not None:
-            value = vars(options)[key.option]
+        if key.option_name is not None:
+            value = vars(options)[key.option_name]
         if value is None:
             value = key.new_drafter_value
         if value is not None and value is not False:
@@ -199,8 +199,8 @@ def read_head_options(family_config: Mapping[str, Any]) -> dict[str, Any]:
     # If two keys belong to the same option, the first one in `config_keys` decides the option's
     # value.
     for key in reversed(spec.config_keys):
-        if key.option is not None:
-            options[key.option] = family_config.get(key.name, key.default)
+        if key.option_name is not None:
+            options[key.option_name] = family_config.get(key.name, key.default)
     return options
 
 

@@ -26,10 +26,15 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import Qwen3Config
 
-from infer.drafters.heads.base import EmbedAndNorm, Head, HeadOutput, get_draft_vocab_size
+from infer.drafters.heads.base import (
+    ConditionalHead,
+    EmbedAndNorm,
+    HeadOutput,
+    get_draft_vocab_size,
+)
 
 
-class XPressHead(Head):
+class XPressHead(ConditionalHead):
     """XPress' refiner, a conditional head. The names of tensors and config keys are those of
     speculators."""
 

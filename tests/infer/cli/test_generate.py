@@ -10,7 +10,7 @@ from infer import generate
 from infer.cli import generate as module
 from infer.cli.generate import GenerateCommand
 from infer.cli.models import load_target_and_drafter
-from infer.config import DecodeOptions, LoadedConfig, TargetConfig
+from infer.config import DecodeOptions, DrafterLoadConfig, TargetConfig
 
 TURN_TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 
@@ -61,7 +61,7 @@ def test_standard_output_has_only_the_answer(shallow_target, monkeypatch, capsys
 def test_quantization_without_a_drafter_is_refused_before_loading(options, monkeypatch):
     monkeypatch.setattr("infer.targets.loading.load_configured_target", None)
     with pytest.raises(ValueError, match=r"drafter\.quantization=int8 has no effect"):
-        module.run(GenerateCommand(drafter=LoadedConfig("int8"), **options))
+        module.run(GenerateCommand(drafter=DrafterLoadConfig("int8"), **options))
 
 
 @pytest.mark.parametrize(
@@ -85,5 +85,5 @@ def test_a_drafter_has_the_quantization_of_its_target_by_default(
     monkeypatch.setattr("infer.formats.checkpoint.load_drafter", record)
     with pytest.raises(Loaded, match=f"^{expected}$"):
         load_target_and_drafter(
-            TargetConfig(quantization=target), "embedded", LoadedConfig(drafter)
+            TargetConfig(quantization=target), "embedded", DrafterLoadConfig(drafter)
         )

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from data.prompts import load_outside_prompts
+from data.prompts import load_external_prompts
 from infer import Engine, Target, load_drafter, save_drafter
 from infer.api import decode_prompts
 from infer.cli.doctor import DoctorCommand, run as run_doctor
@@ -50,8 +50,8 @@ def drafter():
 
 @pytest.fixture(scope="module")
 def reference(embedded, drafter):
-    plain = load_outside_prompts(embedded.tokenizer, 48, False)
-    chats = load_outside_prompts(embedded.tokenizer, 48, True)
+    plain = load_external_prompts(embedded.tokenizer, 48, False)
+    chats = load_external_prompts(embedded.tokenizer, 48, True)
     with patch("infer.evaluation.acceptance.MAX_ACCEPTANCE_REFERENCE_ANSWER_TOKENS", 32):
         return measure_reference(embedded, drafter, [plain[0], plain[4], chats[2]])
 
@@ -59,7 +59,7 @@ def reference(embedded, drafter):
 @pytest.fixture(scope="module")
 def short_reference(embedded, drafter):
     """The reference of one short plain prompt."""
-    prompt = load_outside_prompts(embedded.tokenizer, 24, False)[0]
+    prompt = load_external_prompts(embedded.tokenizer, 24, False)[0]
     with patch("infer.evaluation.acceptance.MAX_ACCEPTANCE_REFERENCE_ANSWER_TOKENS", 24):
         return measure_reference(embedded, drafter, [prompt])
 
@@ -120,7 +120,7 @@ def test_a_replay_equals_decoding_and_the_counters_of_a_server(
 ):
     feature_layers = list_feature_layers(drafter)
     states = compute_states(embedded, reference, feature_layers)
-    assert states.agreement == 1
+    assert states.greedy_agreement == 1
     assert reference.acceptance.rounds > 20
     replayed = replay_chains(embedded, drafter, states, feature_layers, drafter.block_size - 1)
     assert replayed == reference.acceptance_by_answer
@@ -457,7 +457,8 @@ def test_an_int8_targets_states_are_those_of_decoding(random_qwen3):
     cache = target.allocate_cache(1, 60)
     with cache.add_rows(1) as row:
         expected = [
-            target.extend_cache([[token]], row, (5,)).context[0] for token in prompt + sequence.ids
+            target.extend_cache([[token]], row, (5,)).layer_features[0]
+            for token in prompt + sequence.ids
         ]
     assert torch.equal(states.states[FeatureLayer(5)][0], torch.cat(expected))
     assert states.agreement == 1.0

@@ -10,7 +10,7 @@ from infer import load_drafter
 from infer.api import decode_prompts
 from infer.config import DecodeOptions, DrafterConfig, HeadConfig
 from infer.drafters.base import DraftedBlock
-from infer.drafters.build import drop_target_copies
+from infer.drafters.build import remove_copied_embedding_and_head
 from infer.drafters.heads import draft
 from infer.drafters.heads.draft import (
     ConditionalDraft,
@@ -92,7 +92,7 @@ def test_tree_has_the_most_probable_prefixes_under_the_head(make_drafter_with_he
     bonus, block = draft_after_random_context(target, drafter)
     steps = ConditionalDraft(drafter, target, bonus, block, candidates=TARGET_VOCAB_SIZE)
     tree = build_ddtree(Proposal(bonus, block.marginals, TREE_NODES, conditionals=steps))
-    greedy_chain, _ = steps.chain(2)
+    greedy_chain, _ = steps.draft_greedy_chain(2)
     tokens = range(TARGET_VOCAB_SIZE)
     for row, bonus_token in enumerate(bonus.tolist()):
         # One copy of the block for each token at the first position.
@@ -149,14 +149,18 @@ def test_log_probs_do_not_depend_on_the_number_of_candidates(make_drafter_with_h
     num_candidates = small_draft.tokens.shape[-1]
     assert torch.equal(small_draft.tokens, large_draft.tokens[..., :num_candidates])
     candidate_indices = torch.tensor([[0, 2], [1, 3]])
-    _, small_state = small_draft.begin()
-    _, large_state = large_draft.begin()
+    _, small_state = small_draft.compute_first_log_probs()
+    _, large_state = large_draft.compute_first_log_probs()
     if small_state is not None:  # the state of one prefix, for both candidates
         small_state = small_state.expand(-1, 2, -1)
         large_state = large_state.expand(-1, 2, -1)
     for slot in range(1, 4):
-        small_log_probs, small_state = small_draft.extend(slot, candidate_indices, small_state)
-        large_log_probs, large_state = large_draft.extend(slot, candidate_indices, large_state)
+        small_log_probs, small_state = small_draft.compute_next_log_probs(
+            slot, candidate_indices, small_state
+        )
+        large_log_probs, large_state = large_draft.compute_next_log_probs(
+            slot, candidate_indices, large_state
+        )
         assert torch.allclose(small_log_probs, large_log_probs[..., :num_candidates], atol=1e-5)
         assert torch.allclose(large_log_probs.exp().sum(-1), torch.ones(2, 2), atol=1e-5)
 
@@ -174,7 +178,7 @@ def test_a_chain_has_the_log_probs_of_teacher_forcing(make_drafter_with_head, he
 
     with monkeypatch.context() as patched:
         patched.setattr(torch.Tensor, "logsumexp", count_normalisation)
-        tokens, log_probs = steps.chain(4)
+        tokens, log_probs = steps.draft_greedy_chain(4)
     # All slots are normalised at once: each call is half a dozen kernel launches on a GPU.
     assert len(normalised_scores) <= 1
 
@@ -202,7 +206,7 @@ def test_scores_in_memory_are_bounded(make_drafter_with_head, head, monkeypatch)
         return apply_noise(scores, slots)
 
     expected = ConditionalDraft(drafter, target, bonus, block, transform, 5)
-    expected_table = expected.table
+    expected_table = expected.candidate_log_probs
     max_size = 2 * 3 * TARGET_VOCAB_SIZE
     assert max(score_sizes) > max_size
 
@@ -210,7 +214,9 @@ def test_scores_in_memory_are_bounded(make_drafter_with_head, head, monkeypatch)
     monkeypatch.setattr(draft, "MAX_HEAD_SCORE_TENSOR_ELEMENTS", 2 * max_size)
     bounded = ConditionalDraft(drafter, target, bonus, block, transform, 5)
     assert torch.equal(bounded.tokens, expected.tokens)
-    for log_probs, expected_log_probs in zip(bounded.table, expected_table, strict=True):
+    for log_probs, expected_log_probs in zip(
+        bounded.candidate_log_probs, expected_table, strict=True
+    ):
         assert torch.allclose(log_probs, expected_log_probs, atol=1e-6)
     assert max(score_sizes) <= max_size
 
@@ -352,7 +358,7 @@ def test_exported_heads_load_in_engines_and_here(
     else:
         assert torch.equal(log_probs, expected)
 
-    drop_target_copies(loaded, target)
+    remove_copied_embedding_and_head(loaded, target)
     loaded_weights = loaded.state_dict()
     for name, weight in drafter.state_dict().items():
         assert torch.equal(loaded_weights[name], weight), name

@@ -12,7 +12,7 @@ from infer.drafters.lookup import (
     LOOKUP_WEIGHT_FACTOR_PER_TOKEN,
     MAX_LOOKUP_SUFFIX_TOKENS,
     PromptLookup,
-    compute_continuations,
+    compute_continuation_distributions,
 )
 from infer.formats.checkpoint import load_drafter
 
@@ -29,7 +29,7 @@ def match_length(sequence: list[int], position: int) -> int:
 
 
 def search_continuations(sequence: list[int], length: int, vocab_size: int) -> np.ndarray:
-    """Compute `compute_continuations` position by position."""
+    """Compute `compute_continuation_distributions` position by position."""
     weights = np.zeros((length, vocab_size))
     for position in range(len(sequence) - 1):
         matched_tokens = match_length(sequence, position)
@@ -50,7 +50,7 @@ def test_continuations_agree_with_a_search_position_by_position():
     for length in range(1, 60):
         sequence = rng.integers(0, 5, length)
         expected = search_continuations(sequence.tolist(), 6, 7)
-        assert np.allclose(compute_continuations(sequence, 6, 7), expected), sequence
+        assert np.allclose(compute_continuation_distributions(sequence, 6, 7), expected), sequence
 
 
 def test_likeliest_drafts_are_those_of_transformers():
@@ -65,7 +65,7 @@ def test_likeliest_drafts_are_those_of_transformers():
         sequence = np.concatenate([sequence, sequence[start - 3 : start]])
         ids, _ = generator.get_candidates(torch.from_numpy(sequence)[None])
         expected = ids[0, len(sequence) :].tolist()
-        assert compute_continuations(sequence, 5, 200).argmax(-1).tolist() == expected
+        assert compute_continuation_distributions(sequence, 5, 200).argmax(-1).tolist() == expected
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -8,7 +8,7 @@ from infer import generate
 from infer.config import HeadConfig
 from infer.drafters.heads.draft import teacher_forced_log_probs
 from infer.ngrams.model import NGramModel
-from infer.targets.layers import select_outputs
+from infer.targets.layers import select_output_features
 from infer.trees.guided import build_guided_ddtree
 from infer.trees.tree import Proposal
 from infer.trees.vocabulary import DraftVocabulary
@@ -140,6 +140,6 @@ def test_selected_rows_of_an_int8_head_give_the_same_outputs():
     head.scales.data = torch.rand(FULL_VOCAB_SIZE, generator=generator) + 0.5
     head.smooth.data = torch.rand(64, generator=generator) + 0.5
     expected = head(states)[:, DRAFT_TOKENS]
-    selected_head = select_outputs(head, DRAFT_TOKENS)
+    selected_head = select_output_features(head, DRAFT_TOKENS)
     assert torch.equal(selected_head(states), expected)
     assert torch.equal(selected_head.weight, head.weight[DRAFT_TOKENS])

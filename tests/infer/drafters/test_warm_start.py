@@ -7,8 +7,8 @@ from transformers import Qwen3_5TextConfig
 
 from infer.config import DrafterConfig
 from infer.drafters.build import create_drafter
-from infer.drafters.warm_start import match_rotary_order, measure_mean_gates, remove_gates
-from infer.targets.support import attention_layer_ids
+from infer.drafters.warm_start import compute_rotary_permutation, measure_mean_gates, remove_gates
+from infer.targets.support import get_attention_layer_ids
 
 HEAD_SIZE = 32
 ROTATING_ENTRIES = 8  # a quarter of a head rotates in Qwen3.5
@@ -78,7 +78,7 @@ def test_a_layer_without_gates_equals_one_with_constant_gates(target):
     ("layers", "expected_layers"), [(2, [3, 5]), (3, [1, 3, 5]), (4, [])], ids=str
 )
 def test_drafters_start_from_attention_layers(target, layers, expected_layers):
-    assert attention_layer_ids(target.config) == [1, 3, 5]
+    assert get_attention_layer_ids(target.config) == [1, 3, 5]
     drafter = create_random_drafter(target, layers=layers, target_layer_ids=[1, 4])
     chosen_layers = drafter.choose_warm_start_layers(drafter.layer_ids, layers, target.config)
     assert chosen_layers == expected_layers
@@ -113,7 +113,7 @@ def test_mean_gates_differ_and_are_reproducible(target):
 
 def test_rotating_entries_keep_their_angles():
     # Four pairs rotate in the target: every fourth pair of the drafter.
-    order = match_rotary_order(HEAD_SIZE, 0.25)
+    order = compute_rotary_permutation(HEAD_SIZE, 0.25)
     assert sorted(order.tolist()) == list(range(HEAD_SIZE))
     assert order[[0, 4, 8, 12]].tolist() == [0, 1, 2, 3]
     assert order[[16, 20, 24, 28]].tolist() == [4, 5, 6, 7]
@@ -121,4 +121,4 @@ def test_rotating_entries_keep_their_angles():
     target_frequencies = base ** (-torch.arange(0, ROTATING_ENTRIES, 2) / ROTATING_ENTRIES)
     drafter_frequencies = base ** (-torch.arange(0, HEAD_SIZE, 2) / HEAD_SIZE)
     assert torch.allclose(drafter_frequencies[::4], target_frequencies)
-    assert match_rotary_order(HEAD_SIZE, 0.3) is None
+    assert compute_rotary_permutation(HEAD_SIZE, 0.3) is None

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from infer import Engine
-from infer.config import EngineConfig, TextOptions
+from infer.config import EngineConfig, SamplingOptions
 
 
 @pytest.fixture(scope="module", params=["dflash", "dart"])
@@ -50,12 +50,12 @@ def costs(monkeypatch):
     return watch_passes
 
 
-def decode_alone(target, prompt: list[int], options: TextOptions) -> list[int]:
+def decode_alone(target, prompt: list[int], options: SamplingOptions) -> list[int]:
     """Return the output of baseline decoding of one sequence."""
     config = EngineConfig("plain", max_num_seqs=1)
     engine = Engine(target, None, config, len(prompt) + options.max_new_tokens)
     sequence = engine.submit(prompt, options)
-    while engine.busy:
+    while engine.has_unfinished_sequences:
         engine.step()
     return sequence.ids
 
@@ -73,13 +73,13 @@ def test_a_running_sequence_waits_for_few_positions(tiny, costs):
     engine = Engine(
         target, drafter, EngineConfig("ddtree", 7, max_num_seqs=16, max_num_batched_tokens=32), 320
     )
-    stream = engine.submit([1, 2, 3], TextOptions(max_new_tokens=300))
+    stream = engine.submit([1, 2, 3], SamplingOptions(max_new_tokens=300))
     engine.step()
     pass_costs = costs(engine)
     lengths = [150] * 8 + [3, 9, 4, 31, 2]
     prompts = [[dice.randrange(90) for _ in range(length)] for length in lengths]
     options = [
-        TextOptions(max_new_tokens=4, temperature=0.8 * (i % 2), seed=i)
+        SamplingOptions(max_new_tokens=4, temperature=0.8 * (i % 2), seed=i)
         for i in range(len(prompts))
     ]
     sequences = [
@@ -102,7 +102,7 @@ def test_a_running_sequence_waits_for_few_positions(tiny, costs):
     assert max_started_together >= 2  # short prompts are prefilled together
     for sequence, prompt, prompt_options in zip(sequences, prompts, options, strict=True):
         assert sequence.ids == decode_alone(target, prompt, prompt_options)
-    stream_options = TextOptions(max_new_tokens=len(stream.ids))
+    stream_options = SamplingOptions(max_new_tokens=len(stream.ids))
     assert stream.ids == decode_alone(target, [1, 2, 3], stream_options)
 
 
@@ -112,7 +112,7 @@ def test_without_running_sequences_all_prompts_are_prefilled_at_once(tiny, costs
         target, drafter, EngineConfig("ddtree", 7, max_num_seqs=4, max_num_batched_tokens=16), 128
     )
     pass_costs = costs(engine)
-    options = TextOptions(max_new_tokens=3)
+    options = SamplingOptions(max_new_tokens=3)
     sequences = [engine.submit([5] * length, options) for length in (40, 30, 20)]
     engine.step()
     assert pass_costs[0] == 120 * (1 + 40 / target.context_length_matching_weight_cost)
@@ -125,9 +125,9 @@ def test_a_sequence_cancelled_during_its_prefill_leaves_nothing(tiny):
     engine = Engine(
         target, drafter, EngineConfig("ddtree", 7, max_num_seqs=2, max_num_batched_tokens=16), 128
     )
-    running = engine.submit([1, 2, 3], TextOptions(max_new_tokens=60))
+    running = engine.submit([1, 2, 3], SamplingOptions(max_new_tokens=60))
     engine.step()
-    cancelled = engine.submit(list(range(60)), TextOptions(max_new_tokens=9))
+    cancelled = engine.submit(list(range(60)), SamplingOptions(max_new_tokens=9))
     engine.step()
     assert engine.scheduler.prefilling == [cancelled] and not cancelled.ids
     cancelled.cancelled = True
@@ -135,9 +135,9 @@ def test_a_sequence_cancelled_during_its_prefill_leaves_nothing(tiny):
     assert cancelled.finish_reason == "cancelled"
     assert not engine.scheduler.prefilling
     prompts = [list(range(20, 60)), list(range(10, 33))]
-    options = TextOptions(max_new_tokens=12)
+    options = SamplingOptions(max_new_tokens=12)
     sequences = [engine.submit(prompt, options) for prompt in prompts]
-    while engine.busy:
+    while engine.has_unfinished_sequences:
         engine.step()
         running.cancelled = len(running.ids) > 20  # release the row before the prefilling one
     for sequence, prompt in zip(sequences, prompts, strict=True):
@@ -151,17 +151,19 @@ def test_a_sequence_prefilled_with_a_cancelled_one_is_decoded(tiny):
     engine = Engine(
         target, drafter, EngineConfig("ddtree", 7, max_num_seqs=4, max_num_batched_tokens=144), 128
     )
-    engine.submit([1, 2, 3], TextOptions(max_new_tokens=60))
+    engine.submit([1, 2, 3], SamplingOptions(max_new_tokens=60))
     engine.step()
     prompts = [[7] * 45, list(range(44))]
-    cancelled, other = (engine.submit(prompt, TextOptions(max_new_tokens=9)) for prompt in prompts)
+    cancelled, other = (
+        engine.submit(prompt, SamplingOptions(max_new_tokens=9)) for prompt in prompts
+    )
     engine.step()
     assert engine.scheduler.prefilling == [cancelled, other] and not other.ids
     cancelled.cancelled = True
-    while engine.busy:
+    while engine.has_unfinished_sequences:
         engine.step()
     assert cancelled.finish_reason == "cancelled"
-    assert other.ids == decode_alone(target, prompts[1], TextOptions(max_new_tokens=9))
+    assert other.ids == decode_alone(target, prompts[1], SamplingOptions(max_new_tokens=9))
 
 
 def test_a_reset_engine_keeps_waiting_sequences(tiny):
@@ -169,18 +171,18 @@ def test_a_reset_engine_keeps_waiting_sequences(tiny):
     engine = Engine(
         target, drafter, EngineConfig("ddtree", 7, max_num_seqs=2, max_num_batched_tokens=16), 128
     )
-    engine.submit([1, 2, 3], TextOptions(max_new_tokens=60))
+    engine.submit([1, 2, 3], SamplingOptions(max_new_tokens=60))
     engine.step()
-    engine.submit(list(range(60)), TextOptions(max_new_tokens=9))
-    waiting = engine.submit([7, 8], TextOptions(max_new_tokens=9))
+    engine.submit(list(range(60)), SamplingOptions(max_new_tokens=9))
+    waiting = engine.submit([7, 8], SamplingOptions(max_new_tokens=9))
     engine.step()
     engine.reset()
     assert list(engine.scheduler.waiting) == [waiting]
     assert not engine.scheduler.prefilling
     assert not engine.scheduler.running
-    while engine.busy:
+    while engine.has_unfinished_sequences:
         engine.step()
-    assert waiting.ids == decode_alone(target, [7, 8], TextOptions(max_new_tokens=9))
+    assert waiting.ids == decode_alone(target, [7, 8], SamplingOptions(max_new_tokens=9))
 
 
 def test_only_a_sequence_that_does_not_fit_alone_fails(tiny):
@@ -189,7 +191,7 @@ def test_only_a_sequence_that_does_not_fit_alone_fails(tiny):
     the end all rows may be used again."""
     target, drafter = tiny
     options = [
-        TextOptions(
+        SamplingOptions(
             max_new_tokens=12,
             temperature=0.9 * (i % 4 == 1),
             logprobs=2 if i % 7 == 3 else None,
@@ -215,7 +217,7 @@ def test_only_a_sequence_that_does_not_fit_alone_fails(tiny):
 
     engine.runner._copy_to_host = copy_with_limited_memory
     sequences = [engine.submit([i + 1, 2], options[i]) for i in range(len(options))]
-    while engine.busy:
+    while engine.has_unfinished_sequences:
         try:
             engine.step()
         except RuntimeError:
@@ -244,7 +246,7 @@ def test_trees_shrink_with_rows_and_context(tiny):
         sequences = []
         for i in range(rows):
             prompt = [i, *[5] * (prompt_length - 1)]
-            sequences.append(engine.submit(prompt, TextOptions(max_new_tokens=9)))
+            sequences.append(engine.submit(prompt, SamplingOptions(max_new_tokens=9)))
         engine.step()
         engine.step()
         return max(sequence.drafted[-1] for sequence in sequences) + 1
@@ -269,7 +271,9 @@ def test_where_a_prefill_takes_long_sequences_are_admitted_together(tiny, monkey
     target, _ = tiny
     dice = random.Random(0)
     prompts = [[dice.randrange(90) for _ in range(dice.randrange(3, 20))] for _ in range(60)]
-    options = [TextOptions(max_new_tokens=dice.randrange(10, 40), ignore_eos=True) for _ in prompts]
+    options = [
+        SamplingOptions(max_new_tokens=dice.randrange(10, 40), ignore_eos=True) for _ in prompts
+    ]
     prefill_rows = []
     extend = target.extend_cache
 
@@ -292,7 +296,7 @@ def test_where_a_prefill_takes_long_sequences_are_admitted_together(tiny, monkey
         assert prefill_rows == [8]
         wait = 0
         longest_wait = 0
-        while engine.busy:
+        while engine.has_unfinished_sequences:
             wait = wait + 1 if engine.scheduler.num_admissible else 0
             longest_wait = max(longest_wait, wait)
             engine.step()

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from infer import Engine
-from infer.config import EngineConfig, HeadConfig, TextOptions
+from infer.config import EngineConfig, HeadConfig, SamplingOptions
 from infer.engine import engine as engine_module, round as round_module
 from infer.engine.capture import CudaGraphs
 from infer.engine.sequence import Sequence
@@ -121,10 +121,10 @@ def test_replayed_rounds_decode_the_same_as_eager_rounds(
         engine.runner.uses_cuda_graphs = compile
         sequences[compile] = []
         for i, prompt in enumerate(prompts):
-            text_options = TextOptions(max_new_tokens=8 + 3 * i, **options[i % len(options)])
+            text_options = SamplingOptions(max_new_tokens=8 + 3 * i, **options[i % len(options)])
             sequences[compile].append(engine.submit(prompt, text_options))
             engine.step()
-        while engine.busy:
+        while engine.has_unfinished_sequences:
             engine.step()
     for eager, replayed in zip(*sequences.values(), strict=True):
         assert budget == "auto" or eager.commits == replayed.commits
@@ -144,7 +144,7 @@ def test_graphs_keep_the_weights_alive_that_they_read(make_tiny, graphs):
     target, drafter = make_tiny(seed=3)
     engine = Engine(target, drafter, EngineConfig("ddtree", 6), 90)
     engine.runner.uses_cuda_graphs = True
-    sequence = engine.submit(list(range(9)), TextOptions(max_new_tokens=12, ignore_eos=True))
+    sequence = engine.submit(list(range(9)), SamplingOptions(max_new_tokens=12, ignore_eos=True))
     while sequence.finish_reason is None:
         engine.step()
     weights = [*target.model.parameters(), *drafter.parameters()]
@@ -217,13 +217,13 @@ def test_a_batch_with_a_grammar_stays_captured(
         sequences = []
         for i in numbers:
             processors = [no_repeats] if kinds[i] == "processor" else []
-            text_options = TextOptions(
+            text_options = SamplingOptions(
                 max_new_tokens=20 + i, ignore_eos=True, **options[i % len(options)]
             )
             sequences.append(engine.submit(prompts[i], text_options, processors))
             if kinds[i] == "grammar":
                 sequences[-1].grammar = FakeGrammar()
-        while engine.busy:
+        while engine.has_unfinished_sequences:
             engine.step()
         if captures:
             keys = engine.runner.graphs.graphs
@@ -274,11 +274,12 @@ def test_rounds_of_few_nodes_stay_within_their_rows(make_tiny, graphs):
         engine.runner.uses_cuda_graphs = True
         sequences = [
             engine.submit(
-                list(range(2, 2 + length)), TextOptions(max_new_tokens=40 - length, ignore_eos=True)
+                list(range(2, 2 + length)),
+                SamplingOptions(max_new_tokens=40 - length, ignore_eos=True),
             )
             for length in (28, 5)
         ]
-        while engine.busy:
+        while engine.has_unfinished_sequences:
             engine.step()
         outputs[method] = [sequence.ids for sequence in sequences]
     assert outputs["plain"] == outputs["ddtree"]

@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from infer.api import IncrementalDetokenizer, decode_output
-from infer.config import TextOptions
+from infer.config import SamplingOptions
 from infer.engine.detokenize import detokenize, detokenize_end
 from infer.engine.sequence import Sequence
 
@@ -58,7 +58,7 @@ def draw_ids(target, dice: random.Random) -> list[int]:
 
 
 def stream_ids(
-    target, ids: list[int], options: TextOptions, dice: random.Random
+    target, ids: list[int], options: SamplingOptions, dice: random.Random
 ) -> tuple[Sequence, list[str]]:
     """Append tokens in rounds of 1 to 6. Return the finished sequence, and its stream's pieces."""
     sequence = Sequence([1], options)
@@ -78,7 +78,7 @@ def test_streams_of_random_tokens_are_the_answer_and_contain_no_stop_string(
     byte_fallback, stops, num_sequences
 ):
     dice = random.Random(7)
-    options = TextOptions(max_new_tokens=OUTPUT_TOKENS, stop=stops)
+    options = SamplingOptions(max_new_tokens=OUTPUT_TOKENS, stop=stops)
     num_with_early_pieces = 0
     for _ in range(num_sequences):
         ids = draw_ids(byte_fallback, dice)
@@ -99,7 +99,7 @@ def test_streams_of_random_tokens_are_the_answer_and_contain_no_stop_string(
 
 def test_special_tokens_inside_a_stop_string_are_ignored(byte_fallback):
     ids = byte_fallback.tokenizer.convert_tokens_to_ids(["c", "a", *["<|s|>"] * 50, "b", "c", "c"])
-    options = TextOptions(max_new_tokens=len(ids), stop=["ab"])
+    options = SamplingOptions(max_new_tokens=len(ids), stop=["ab"])
     sequence, pieces = stream_ids(byte_fallback, ids, options, random.Random(0))
     assert "".join(pieces) == decode_output(byte_fallback, sequence.ids, options) == "c"
     assert sequence.finish_reason == "stop" and len(sequence.ids) == 53
@@ -107,7 +107,7 @@ def test_special_tokens_inside_a_stop_string_are_ignored(byte_fallback):
 
 def test_a_special_token_may_be_a_stop_string(byte_fallback):
     ids = byte_fallback.tokenizer.convert_tokens_to_ids(["c", "<|s|>", "a", "<|t|>", "b"])
-    options = TextOptions(max_new_tokens=9, stop=["<|t|>"])
+    options = SamplingOptions(max_new_tokens=9, stop=["<|t|>"])
     sequence, pieces = stream_ids(byte_fallback, ids, options, random.Random(0))
     assert "".join(pieces) == "ca"
     assert sequence.finish_reason == "stop" and len(sequence.ids) == 4
@@ -132,7 +132,7 @@ def test_a_tokenizer_that_cleans_up_spaces_streams_its_answer():
     assert tokenizer.decode([1, 9, 5]) == "don't."
     assert detokenize(tokenizer, [1, 9, 5]) == "do n't ."
     target = SimpleNamespace(tokenizer=tokenizer, eos_token_ids=frozenset())
-    options = TextOptions(max_new_tokens=len(ids), stop=["t ; x"])
+    options = SamplingOptions(max_new_tokens=len(ids), stop=["t ; x"])
     for seed in range(5):
         sequence, pieces = stream_ids(target, ids, options, random.Random(seed))
         assert decode_output(target, sequence.ids, options) == detokenize(tokenizer, ids)

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from infer import Engine, Generation, generate
-from infer.config import EngineConfig, HeadConfig, TextOptions
+from infer.config import EngineConfig, HeadConfig, SamplingOptions
 from infer.drafters.lookup import PromptLookup
 from infer.engine.budget import (
     MAX_ROUNDS_BETWEEN_UNMEASURED_EXPLORATIONS,
@@ -46,12 +46,12 @@ def make_prompts(count: int, seed: int = 0) -> list[list[int]]:
 
 
 MIXED_TEXT_OPTIONS = [
-    TextOptions(max_new_tokens=5),
-    TextOptions(max_new_tokens=33),
-    TextOptions(max_new_tokens=21, temperature=0.8, seed=4),
-    TextOptions(max_new_tokens=40, temperature=1.3, top_k=7, top_p=0.8, seed=9),
-    TextOptions(max_new_tokens=17, temperature=0.6, min_p=0.1, repetition_penalty=1.3, seed=2),
-    TextOptions(max_new_tokens=28, repetition_penalty=1.5),
+    SamplingOptions(max_new_tokens=5),
+    SamplingOptions(max_new_tokens=33),
+    SamplingOptions(max_new_tokens=21, temperature=0.8, seed=4),
+    SamplingOptions(max_new_tokens=40, temperature=1.3, top_k=7, top_p=0.8, seed=9),
+    SamplingOptions(max_new_tokens=17, temperature=0.6, min_p=0.1, repetition_penalty=1.3, seed=2),
+    SamplingOptions(max_new_tokens=28, repetition_penalty=1.5),
 ]
 
 
@@ -63,7 +63,7 @@ def baseline_outputs(tiny) -> list[list[int]]:
     for i, prompt in enumerate(make_prompts(12)):
         options = MIXED_TEXT_OPTIONS[i % len(MIXED_TEXT_OPTIONS)]
         sequences.append(engine.submit(prompt, options))
-        while engine.busy:
+        while engine.has_unfinished_sequences:
             engine.step()
     return [sequence.ids for sequence in sequences]
 
@@ -85,7 +85,7 @@ def test_outputs_are_those_of_the_baseline_while_sequences_start_and_finish(
     dice = random.Random(1)
     sequences = []
     cancelled = set()
-    while len(sequences) < len(prompts) or engine.busy:
+    while len(sequences) < len(prompts) or engine.has_unfinished_sequences:
         for _ in range(dice.randrange(3)):
             index = len(sequences)
             if index < len(prompts):
@@ -113,7 +113,7 @@ def test_outputs_are_those_of_the_baseline_while_sequences_start_and_finish(
 def test_last_tokens_are_the_end_of_prompt_and_output(tiny):
     dice = random.Random(0)
     for max_tokens in (3, 6):
-        sequence = Sequence([5, 6, 7, 8], TextOptions(40))
+        sequence = Sequence([5, 6, 7, 8], SamplingOptions(40))
         while sequence.finish_reason is None:
             expected = (sequence.prompt + sequence.ids)[-max_tokens:]
             assert sequence.last_tokens(max_tokens).tolist() == expected
@@ -132,10 +132,10 @@ def test_filters_equal_hugging_faces(seed):
     logits = torch.randn(4, 3, 50, generator=generator) * 3
     seen = torch.rand(4, 3, 50, generator=generator) < 0.3
     options = [
-        TextOptions(temperature=0.7, top_k=5),
-        TextOptions(temperature=1.2, top_p=0.6, repetition_penalty=1.4),
-        TextOptions(temperature=0.9, min_p=0.2, top_k=20, top_p=0.9),
-        TextOptions(repetition_penalty=0.8),
+        SamplingOptions(temperature=0.7, top_k=5),
+        SamplingOptions(temperature=1.2, top_p=0.6, repetition_penalty=1.4),
+        SamplingOptions(temperature=0.9, min_p=0.2, top_k=20, top_p=0.9),
+        SamplingOptions(repetition_penalty=0.8),
     ]
     sampling = SamplingTensors.from_options(options, 50, torch.device("cpu"))
     actual = adjust_logits(logits, sampling, seen)
@@ -232,7 +232,7 @@ def test_the_budget_follows_the_load(ragged):
         return accepted
 
     calibration = Calibration(
-        positions=(1, 9, 65, 257), seconds=(1.0, 1.0, 5.0, 20.0), draft_seconds=2.0
+        positions=(1, 9, 65, 257), pass_seconds=(1.0, 1.0, 5.0, 20.0), draft_seconds=2.0
     )
     budget = AutoNodeBudget(calibration, 64, ragged)
     for rows in (1, 64, 8, 2, 64, 1):
@@ -256,7 +256,7 @@ def test_a_slow_and_rejected_first_round_does_not_stop_drafting():
     fast as baseline decoding, goes on."""
     dice = random.Random(0)
     calibration = Calibration(
-        positions=(1, 9, 65, 257), seconds=(1.0, 1.3, 3.0, 9.0), draft_seconds=0.4
+        positions=(1, 9, 65, 257), pass_seconds=(1.0, 1.3, 3.0, 9.0), draft_seconds=0.4
     )
     budget = AutoNodeBudget(calibration, 64)
     total_seconds = 0.0
@@ -271,7 +271,7 @@ def test_a_slow_and_rejected_first_round_does_not_stop_drafting():
             return path
 
         def seconds(rows: int, nodes: int, slowdown: int = slowdown) -> float:
-            return slowdown * calibration.cost(nodes + 1, nodes > 0)
+            return slowdown * calibration.estimate_round_seconds(nodes + 1, nodes > 0)
 
         probabilities = make_chain_probabilities(0.6 if round_index else 0.1)
         nodes = simulate_round(budget, 1, 64, probabilities, seconds, draw)
@@ -345,13 +345,13 @@ def test_probabilities_are_calibrated_and_confident_rounds_have_more_nodes():
             is_accepted = np.cumprod(dice.random(nodes) < acceptance) > 0
             return [*np.flatnonzero(is_accepted) + 1]
 
-        calibrated = budget.acceptance.calibrate(log_probs[1:].double().numpy())
+        calibrated = budget.acceptance.estimate_acceptance_probs(log_probs[1:].double().numpy())
         nodes = simulate_round(
             budget,
             1,
             64,
             log_probs.exp(),
-            lambda rows, nodes: calibration.cost(nodes + 1, nodes > 0),
+            lambda rows, nodes: calibration.estimate_round_seconds(nodes + 1, nodes > 0),
             path,
         )
         if round_index >= 200:
@@ -381,7 +381,7 @@ def test_prompts_use_the_positions_that_small_trees_leave(tiny):
 
             engine.runner.budget.choose_nodes = choose_nodes
             engine.runner.budget._count_paying_nodes = choose_nodes
-        options = TextOptions(max_new_tokens=160, ignore_eos=True)
+        options = SamplingOptions(max_new_tokens=160, ignore_eos=True)
         engine.submit([2] * 24, options)
         engine.step()
         for i in range(1, 8):  # these arrive while the first sequence is running
@@ -398,10 +398,10 @@ def test_a_small_tree_is_not_drafted_because_a_large_one_would_pay_off():
     """During a prefill a round may have only one or two nodes. Baseline decoding, which was not
     measured yet, is soon explored."""
     calibration = Calibration(
-        positions=(1, 9, 65, 257), seconds=(1.0, 1.0, 1.0, 1.0), draft_seconds=0.5
+        positions=(1, 9, 65, 257), pass_seconds=(1.0, 1.0, 1.0, 1.0), draft_seconds=0.5
     )
     budget = AutoNodeBudget(calibration, 64)
-    budget.gains[1:5] = [0.1, 0.1, 0.6, 0.7]
+    budget.mean_token_gains[1:5] = [0.1, 0.1, 0.6, 0.7]
     budget.gain_rows += 1
     budget.num_rounds = ROUNDS_BEFORE_SPEED_COMPARISON
     assert budget.choose_nodes(4, 64) >= 5 and budget.choose_nodes(4, 2) == 0
@@ -417,7 +417,7 @@ def test_rounds_without_drafting_change_no_output(make_tiny, family, monkeypatch
     monkeypatch.setattr("infer.engine.batch_state.MAX_ROUNDS_MISSING_IN_DRAFTER_CACHE", 5)
     family_options = {"family": "dart", "layers": 1} if family == "dart" else {}
     target, drafter = make_tiny(seed=11, block_size=6, **family_options)
-    options = [TextOptions(max_new_tokens=length) for length in (40, 12, 33, 25)]
+    options = [SamplingOptions(max_new_tokens=length) for length in (40, 12, 33, 25)]
     draft_caches = []
     dice = random.Random(2)
     for auto in (False, True):
@@ -433,7 +433,7 @@ def test_rounds_without_drafting_change_no_output(make_tiny, family, monkeypatch
             for prompt, prompt_options in zip(make_prompts(4), options, strict=True)
         ]
         first = sequences[0]
-        while engine.busy:
+        while engine.has_unfinished_sequences:
             engine.step()
             if len(first.ids) >= 20 and len(draft_caches) == auto:
                 state = engine.runner.batch_state
@@ -542,8 +542,8 @@ def test_a_deleted_engine_frees_its_memory_at_once(make_tiny):
     gc.disable()
     try:
         engine = Engine(target, drafter, EngineConfig(budget=6), 64)
-        engine.submit(list(range(9)), TextOptions(max_new_tokens=6))
-        while engine.busy:
+        engine.submit(list(range(9)), SamplingOptions(max_new_tokens=6))
+        while engine.has_unfinished_sequences:
             engine.step()
         state = weakref.ref(engine.runner.batch_state)
         del engine

@@ -5,7 +5,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from infer import Engine, Target
-from infer.config import DrafterConfig, EngineConfig, TextOptions
+from infer.config import DrafterConfig, EngineConfig, SamplingOptions
 from infer.drafters.build import create_drafter
 from infer.kernels.table import REFERENCE_KERNELS, select_kernels
 from infer.targets.kernel_decoder import KernelDecoder
@@ -66,10 +66,10 @@ def decode_prompts(target, drafter, method: str, rows: int, **options) -> list[l
     }
     engine = Engine(target, drafter, EngineConfig(method, 24, max_num_seqs=rows, **options), 700)
     sequences = [
-        engine.submit(prompt, TextOptions(max_new_tokens=40, seed=5, **sampling_options))
+        engine.submit(prompt, SamplingOptions(max_new_tokens=40, seed=5, **sampling_options))
         for prompt in make_prompts()
     ]
-    while engine.busy:
+    while engine.has_unfinished_sequences:
         engine.step()
     if not sampling_options:
         assert engine.runner.graphs.is_enabled
@@ -132,7 +132,7 @@ def test_outputs_in_bfloat16_differ_from_the_baseline_only_at_ties(pair):
 def test_a_greedy_round_synchronises_once(pair):
     target, drafter = pair(torch.bfloat16)
     engine = Engine(target, drafter, EngineConfig("ddtree", 24, max_num_seqs=2), 700)
-    engine.submit([1] * 50, TextOptions(max_new_tokens=200, ignore_eos=True))
+    engine.submit([1] * 50, SamplingOptions(max_new_tokens=200, ignore_eos=True))
     for _ in range(4):
         engine.step()
     torch.cuda.set_sync_debug_mode("warn")

@@ -15,7 +15,7 @@ from llguidance.hf import from_tokenizer
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from infer import Engine, generate, load_drafter
-from infer.config import DecodeOptions, DrafterConfig, EngineConfig, TextOptions
+from infer.config import DecodeOptions, DrafterConfig, EngineConfig, SamplingOptions
 from infer.drafters.build import create_drafter
 from infer.engine import grammar
 from infer.engine.grammar import MAX_GRAMMAR_CHARS, make_grammar_state
@@ -97,9 +97,10 @@ def test_rows_with_and_without_a_grammar_share_a_batch(embedded, drafter):
     engine = Engine(embedded, drafter, EngineConfig("ddtree", 8, max_num_seqs=2), 80)
     ids = embedded.tokenizer(CODE_PROMPTS[0])["input_ids"]
     sequences = [
-        engine.submit(ids, TextOptions(max_new_tokens=20, **options)) for options in grammar_options
+        engine.submit(ids, SamplingOptions(max_new_tokens=20, **options))
+        for options in grammar_options
     ]
-    while engine.busy:
+    while engine.has_unfinished_sequences:
         engine.step()
     for sequence, options in zip(sequences, grammar_options, strict=True):
         expected = generate(embedded, None, ids, method="plain", max_new_tokens=20, **options)
@@ -108,7 +109,7 @@ def test_rows_with_and_without_a_grammar_share_a_batch(embedded, drafter):
 
 def test_the_grammar_state_reads_only_new_tokens(embedded, drafter):
     """Output tokens that were consumed before are not compared again."""
-    state = make_grammar_state(TextOptions(regex="[a-z ]*"), embedded)
+    state = make_grammar_state(SamplingOptions(regex="[a-z ]*"), embedded)
     ids = embedded.tokenizer("so it goes on and on")["input_ids"]
 
     class NewTokensOnly(list):
@@ -279,12 +280,12 @@ def test_a_grammar_beyond_its_limits_is_refused(embedded):
 
 def test_forced_text_is_bounded(embedded):
     """The output ends before a pattern forces 30,000 characters, which takes no time."""
-    state = make_grammar_state(TextOptions(regex="(x|y)a{30000}"), embedded)
+    state = make_grammar_state(SamplingOptions(regex="(x|y)a{30000}"), embedded)
     assert state.allowed_tokens([], []).any()
     output_ids = embedded.tokenizer("x")["input_ids"]
     assert state.forced_tokens(output_ids) == []
     assert not state.allowed_tokens(output_ids, []).any()
-    state = make_grammar_state(TextOptions(regex="a{1000000}"), embedded)
+    state = make_grammar_state(SamplingOptions(regex="a{1000000}"), embedded)
     assert state.forced_tokens([]) == [] and len(state.matcher.compute_ff_bytes()) < 100_000
 
 

@@ -5,14 +5,14 @@ import pytest
 import torch
 
 from infer import Engine, load_target
-from infer.config import DrafterConfig, EngineConfig, TextOptions
+from infer.config import DrafterConfig, EngineConfig, SamplingOptions
 from infer.drafters.build import create_drafter
 from infer.drafters.families import DRAFTER_FAMILIES
 from infer.drafters.lookup import PromptLookup
 from infer.engine.prefix_cache import PREFIX_CACHE_BLOCK_TOKENS, PrefixCache
 from infer.engine.sequence import Sequence
 
-SAMPLED_OPTIONS = TextOptions(max_new_tokens=14, temperature=0.8, seed=3)
+SAMPLED_OPTIONS = SamplingOptions(max_new_tokens=14, temperature=0.8, seed=3)
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +60,9 @@ def decode_prompts(target, drafter, prompts, megabytes, max_num_seqs=1, together
     sequences = []
     for prompt in prompts:
         sequences.append(engine.submit(prompt, SAMPLED_OPTIONS))
-        while engine.busy and not together:
+        while engine.has_unfinished_sequences and not together:
             engine.step()
-    while engine.busy:
+    while engine.has_unfinished_sequences:
         engine.step()
     return sequences, sum(computed)
 
@@ -131,7 +131,7 @@ def test_the_least_recently_used_blocks_are_evicted_first_and_the_end_of_a_seque
         cache.insert(ids, copy_block)
 
     def count_blocks(*sequences):
-        return [len(cache.find(ids)[0]) for ids in sequences]
+        return [len(cache.find_prefix(ids)[0]) for ids in sequences]
 
     a, b, c = (
         list(range(start, start + 4 * PREFIX_CACHE_BLOCK_TOKENS + 1)) for start in (0, 1000, 2000)
@@ -144,9 +144,9 @@ def test_the_least_recently_used_blocks_are_evicted_first_and_the_end_of_a_seque
     assert count_blocks(a, b, c) == [1, 2, 3] and cache.bytes == 6 * block_bytes
     long = list(range(3000, 3000 + 9 * PREFIX_CACHE_BLOCK_TOKENS + 1))
     insert(long)  # larger than the cache, which keeps its beginning
-    blocks = cache.find(long)[0]
+    blocks = cache.find_prefix(long)[0]
     assert len(blocks) == 6 == len(cache.blocks)
-    first_values = [float(block.target[0][0, 0, 0]) for block in blocks]
+    first_values = [float(block.target_tensors[0][0, 0, 0]) for block in blocks]
     assert first_values == [float(long[i * PREFIX_CACHE_BLOCK_TOKENS]) for i in range(6)]
     # The key of a block includes the token after it.
-    assert cache.find(long[: 2 * PREFIX_CACHE_BLOCK_TOKENS])[0] == blocks[:1]
+    assert cache.find_prefix(long[: 2 * PREFIX_CACHE_BLOCK_TOKENS])[0] == blocks[:1]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from infer import generate
-from infer.config import TextOptions
+from infer.config import SamplingOptions
 from infer.engine.sampling import (
     SamplingTensors,
     adjust_logits,
@@ -45,7 +45,7 @@ def test_top_p_of_a_large_vocabulary_keeps_what_sorting_keeps(spread, p, dtype):
     logits = spread * torch.randn(2, 3, 9000, generator=torch.Generator().manual_seed(0))
     logits[1] *= 3
     logits = logits.to(dtype)
-    options = [TextOptions(temperature=1.0, top_p=p)] * 2
+    options = [SamplingOptions(temperature=1.0, top_p=p)] * 2
     sampling = SamplingTensors.from_options(options, 9000, CPU_DEVICE)
     actual = adjust_logits(logits, sampling)
     expected = sorted_top_p(logits.float(), p)
@@ -70,11 +70,11 @@ def test_sampling_in_chunks_equals_sampling_at_once(monkeypatch):
     depths = torch.randint(4, (5, 7), generator=generator)
     seen = torch.rand(5, 7, 60, generator=generator) < 0.3
     options = [
-        TextOptions(),
-        TextOptions(temperature=0.8, top_p=0.7, seed=1),
-        TextOptions(repetition_penalty=1.7),
-        TextOptions(temperature=1.3, top_k=4, repetition_penalty=1.2, seed=2),
-        TextOptions(temperature=1.0, min_p=0.1, seed=3),
+        SamplingOptions(),
+        SamplingOptions(temperature=0.8, top_p=0.7, seed=1),
+        SamplingOptions(repetition_penalty=1.7),
+        SamplingOptions(temperature=1.3, top_k=4, repetition_penalty=1.2, seed=2),
+        SamplingOptions(temperature=1.0, min_p=0.1, seed=3),
     ]
     is_sampled = [row.temperature > 0 for row in options]
     sampling = SamplingTensors.from_options(options, 60, CPU_DEVICE)
@@ -95,7 +95,7 @@ def test_noise_is_the_same_in_chunks(monkeypatch):
     positions = torch.arange(80).view(2, 40)
     noise = gumbel_noise(seeds, positions, 33)
     sampling = SamplingTensors.from_options(
-        [TextOptions(temperature=0.8, top_k=9), TextOptions(temperature=1.1, seed=4)],
+        [SamplingOptions(temperature=0.8, top_k=9), SamplingOptions(temperature=1.1, seed=4)],
         33,
         CPU_DEVICE,
     )

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from infer import DecodeOptions, Engine, generate
-from infer.config import EngineConfig, TextOptions
+from infer.config import EngineConfig, SamplingOptions
 from infer.serving.hf import speculative
 from infer.targets.target import Target
 
@@ -64,8 +64,8 @@ def build_engine_answerer(target, drafter):
     engine = Engine(target, drafter, EngineConfig(budget=6, prefix_cache_mib=8), 256)
 
     def decode() -> list[int]:
-        sequence = engine.submit(TWO_BLOCK_PROMPT, TextOptions(max_new_tokens=MAX_NEW_TOKENS))
-        while engine.busy:
+        sequence = engine.submit(TWO_BLOCK_PROMPT, SamplingOptions(max_new_tokens=MAX_NEW_TOKENS))
+        while engine.has_unfinished_sequences:
             engine.step()
         return sequence.ids
 
@@ -136,13 +136,13 @@ def test_a_running_sequence_continues_with_the_new_weights(make_tiny, change):
     target, drafter = make_tiny(seed=4)
     engine = Engine(target, drafter, EngineConfig(budget=6, max_num_seqs=2), 256)
     sequence = engine.submit(
-        TWO_BLOCK_PROMPT, TextOptions(max_new_tokens=MAX_NEW_TOKENS, logprobs=0)
+        TWO_BLOCK_PROMPT, SamplingOptions(max_new_tokens=MAX_NEW_TOKENS, logprobs=0)
     )
     while len(sequence.ids) < 6:
         engine.step()
     old_length = len(sequence.ids)
     change(target.model)
-    while engine.busy:
+    while engine.has_unfinished_sequences:
         engine.step()
     continuation = generate(
         Target(target.model),
@@ -161,8 +161,8 @@ def test_a_drafter_drafts_with_its_new_weights(make_tiny):
     engine = Engine(target, drafter, EngineConfig(budget=6), 256)
 
     def commits(engine: Engine) -> list[int]:
-        sequence = engine.submit(TWO_BLOCK_PROMPT, TextOptions(max_new_tokens=MAX_NEW_TOKENS))
-        while engine.busy:
+        sequence = engine.submit(TWO_BLOCK_PROMPT, SamplingOptions(max_new_tokens=MAX_NEW_TOKENS))
+        while engine.has_unfinished_sequences:
             engine.step()
         return sequence.commits
 

@@ -17,7 +17,7 @@ from infer import save_drafter
 from infer.cli.export import ExportCommand, run as run_export
 from infer.config import DrafterConfig, EvaluationConfig
 from infer.drafters.build import create_drafter
-from infer.evaluation.card import CHART_FILE_NAME, list_recipe, write_card
+from infer.evaluation.card import CHART_FILE_NAME, list_training_options, write_card
 from infer.evaluation.evaluate import evaluate
 from infer.evaluation.results import write_result
 from train.config import TrainConfig
@@ -125,7 +125,7 @@ def test_the_card_holds_the_evaluations_numbers_and_what_the_hub_wants(checkpoin
 def test_a_card_says_what_set_the_runs_length_and_the_steps_taken(checkpoint, options, expected):
     config = json.loads((checkpoint.resolve().parent.parent / "config.json").read_text())
     config["optim"] |= options
-    names = [name for name, _ in list_recipe(config, checkpoint.resolve())]
+    names = [name for name, _ in list_training_options(config, checkpoint.resolve())]
     assert [name for name in ("epochs", "steps", "max_minutes") if f"optim.{name}" in names] == [
         expected
     ]

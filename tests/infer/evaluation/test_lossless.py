@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from infer.api import decode_prompts
-from infer.config import DecodeOptions, TextOptions
+from infer.config import DecodeOptions, SamplingOptions
 from infer.evaluation.lossless import classify_difference
 
 PROMPT_IDS = [[5, 6, 7], list(range(40)) + list(range(40)), [9]]
@@ -71,16 +71,18 @@ def test_two_tokens_of_the_same_logit_are_a_tie_and_a_wider_gap_is_none(make_tin
 def test_a_token_at_the_edge_of_top_p_is_a_tie():
     """With probabilities of 0.6 and 0.4, top-p 0.6 admits the second token only if the first is
     rounded down."""
-    from infer.evaluation.lossless import TargetChoice
+    from infer.evaluation.lossless import TargetTokenChooser
 
     logits = torch.tensor([0.6, 0.4]).log()[None, None]
     for top_p, possible in ((0.6, True), (0.59, False)):
         choices = (
-            TargetChoice(logits, 0, [], TextOptions(temperature=1.0, seed=seed))
+            TargetTokenChooser(logits, 0, [], SamplingOptions(temperature=1.0, seed=seed))
             for seed in range(99)
         )
         seed = next(seed for seed, choice in enumerate(choices) if choice.choose_token() == 1)
-        chosen = TargetChoice(logits, 0, [], TextOptions(temperature=1.0, top_p=top_p, seed=seed))
+        chosen = TargetTokenChooser(
+            logits, 0, [], SamplingOptions(temperature=1.0, top_p=top_p, seed=seed)
+        )
         assert chosen.is_possible(0, 1e-4)
         assert chosen.is_possible(1, 1e-4) == possible
 

@@ -14,7 +14,7 @@ from infer.evaluation.metrics import (
 )
 from infer.evaluation.results import Evaluation, MethodResult, PromptResult
 from infer.evaluation.tables import (
-    explain_marks,
+    build_significance_legend,
     format_evaluation,
     format_headline,
     list_notes,
@@ -133,7 +133,7 @@ def test_speedups_that_are_not_significant_are_marked(scale, spread, significanc
 
     lines = format_evaluation(evaluation).splitlines()
     assert lines[3].split("|")[-3].endswith("]" + mark + " ")
-    legend = explain_marks(evaluation.methods)
+    legend = build_significance_legend(evaluation.methods)
     assert len(legend) == bool(mark)
     assert all(line in lines for line in legend)
 

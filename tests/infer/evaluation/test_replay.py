@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.functional import one_hot
 
-from data.prompts import load_outside_prompts
+from data.prompts import load_external_prompts
 from infer import load_drafter
 from infer.api import decode_prompts
 from infer.config import DecodeOptions, HeadConfig
@@ -37,7 +37,7 @@ def decode_variant(target, drafter, prompts, variant: ReplayVariant, max_new_tok
     options = DecodeOptions(
         max_new_tokens=max_new_tokens,
         method=variant.method,
-        budget=variant.nodes,
+        budget=variant.node_budget,
         ngrams="none",
         max_num_seqs=1,
         max_num_batched_tokens=None,
@@ -73,7 +73,7 @@ def test_the_counts_are_those_of_decoding(embedded):
     """Decoded chains show how often first choices are correct; no ranking accepts more than the
     ideal one."""
     drafter = load_drafter("embedded")
-    prompts = [prompt.ids for prompt in load_outside_prompts(embedded.tokenizer, 48, False)[:5]]
+    prompts = [prompt.ids for prompt in load_external_prompts(embedded.tokenizer, 48, False)[:5]]
     chain = ReplayVariant("chain", 7)
     tree = ReplayVariant("ddtree", 16)
     ideal_tree = ReplayVariant("ddtree", 16, "ideal")

@@ -128,7 +128,7 @@ def test_warm_start_makes_the_first_layer_the_targets_own(make_tiny, fusion):
     positions = torch.arange(20)[None]
     with torch.no_grad():
         out = target.model(ids, output_hidden_states=True)
-        mask = build_training_mask(positions, torch.zeros_like(ids), width=1)
+        mask = build_training_mask(positions, torch.zeros_like(ids), block_size=1)
         features = out.hidden_states[3]
         hidden = drafter(features, positions, features, positions, mask)
         assert torch.allclose(target.compute_logits(hidden), out.logits, atol=1e-4)

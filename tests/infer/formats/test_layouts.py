@@ -23,7 +23,7 @@ from infer.drafters.blocks import compute_packed_block_states
 from infer.drafters.families import DRAFTER_FAMILIES
 from infer.drafters.heads.draft import teacher_forced_log_probs
 from infer.formats.folders import DrafterFolder
-from infer.formats.layouts import read_layout
+from infer.formats.layouts import parse_drafter_config
 
 # of `make_tiny`'s targets
 D = 32
@@ -183,11 +183,14 @@ def make_dart_config(rows: int, **changes: object) -> dict:
 def test_a_layer_count_that_counts_taps_is_not_believed(tmp_path):
     """TorchSpec's and AngelSpec's folders, whose first slot drafts nothing, but DSpark's."""
     for layer_count in (len(FEATURE_LAYER_IDS), TARGET_LAYER_COUNT):
-        reading = read_layout(
+        reading = parse_drafter_config(
             DrafterFolder(tmp_path, make_public_config(num_target_layers=layer_count), {}, []),
             TARGET_LAYER_COUNT,
         )
-        assert reading.options["num_target_layers"] == TARGET_LAYER_COUNT and not reading.problems
+        assert (
+            reading.config_kwargs["num_target_layers"] == TARGET_LAYER_COUNT
+            and not reading.problems
+        )
     counts = {
         "num_target_layers": len(FEATURE_LAYER_IDS),
         "target_num_hidden_layers": TARGET_LAYER_COUNT,
@@ -201,10 +204,12 @@ def test_a_layer_count_that_counts_taps_is_not_believed(tmp_path):
             | {"architectures": [f"{name}DraftModel"]}
             | more
         )
-        reading = read_layout(DrafterFolder(tmp_path, config, {"context_proj.weight": None}, []))
-        assert (reading.layout, reading.problems, reading.warnings) == ("TorchSpec", [], [])
+        reading = parse_drafter_config(
+            DrafterFolder(tmp_path, config, {"context_proj.weight": None}, [])
+        )
+        assert (reading.layout_name, reading.problems, reading.warnings) == ("TorchSpec", [], [])
         assert reading.renamed_tensors == {"context_proj.weight": "fc.weight"}
-        assert reading.options["num_target_layers"] == TARGET_LAYER_COUNT
+        assert reading.config_kwargs["num_target_layers"] == TARGET_LAYER_COUNT
         assert bool(reading.family_config.get("sample_from_anchor")) == (name == "DSpark")
 
 
@@ -1228,8 +1233,8 @@ if "dart" in DRAFTER_FAMILIES:
 def test_an_unknown_key_is_a_fault_unless_it_asks_for_nothing_or_is_bookkeeping(layout):
     """At the top, and in every object whose keys count: nothing else changes."""
     config = VALID_CONFIGS[layout]
-    unchanged = read_layout(DrafterFolder(Path(), config, STORED_TENSORS, []))
-    assert unchanged.problems == unchanged.warnings == [] and unchanged.options
+    unchanged = parse_drafter_config(DrafterFolder(Path(), config, STORED_TENSORS, []))
+    assert unchanged.problems == unchanged.warnings == [] and unchanged.config_kwargs
     objects = ("dflash_config", "dart_config", "treeflash_config", "transformer_layer_config")
     for section in (None, *(key for key in objects if key in config)):
         for name, value in product(
@@ -1237,13 +1242,13 @@ def test_an_unknown_key_is_a_fault_unless_it_asks_for_nothing_or_is_bookkeeping(
         ):
             changed = deepcopy(config)
             (changed if section is None else changed[section])[name] = value
-            again = read_layout(DrafterFolder(Path(), changed, STORED_TENSORS, []))
+            again = parse_drafter_config(DrafterFolder(Path(), changed, STORED_TENSORS, []))
             if value and name == "of_another_kind":
                 assert len(again.problems) == 1 and "of_another_kind is" in again.problems[0], (
                     section
                 )
             else:
-                assert again.problems == [] and again.options == unchanged.options
+                assert again.problems == [] and again.config_kwargs == unchanged.config_kwargs
                 assert [f" {name}" in doubt for doubt in again.warnings] == [True] * (
                     value is not None
                 ), section
@@ -1264,11 +1269,13 @@ COMPUTATION_KEYS = {
 def test_keys_that_change_what_is_computed_are_faults_unless_they_are_neutral(key):
     other, neutral = COMPUTATION_KEYS[key]
     for layout, config in VALID_CONFIGS.items():
-        problems = read_layout(
+        problems = parse_drafter_config(
             DrafterFolder(Path(), config | {key: other}, STORED_TENSORS, [])
         ).problems
         assert len(problems) == 1 and f"{key} is {other!r}" in problems[0], layout
-        reading = read_layout(DrafterFolder(Path(), config | {key: neutral}, STORED_TENSORS, []))
+        reading = parse_drafter_config(
+            DrafterFolder(Path(), config | {key: neutral}, STORED_TENSORS, [])
+        )
         assert reading.problems == reading.warnings == [], layout
 
 
@@ -1278,7 +1285,7 @@ def test_keys_within_rotary_parameters_are_judged_too(kind):
     rope = {"rope_type": kind} | ROPE_SCALING_KEYS[kind]
 
     def problems(**more: object) -> list[str]:
-        return read_layout(
+        return parse_drafter_config(
             DrafterFolder(
                 Path(), make_public_config(rope_parameters=rope | more), STORED_TENSORS, []
             )

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from infer import load_drafter
 from infer.config import DrafterConfig
-from infer.drafters.build import create_drafter, read_fixed_options
+from infer.drafters.build import create_drafter, read_options_from_config
 from infer.drafters.dflash.model import DFlash
 from infer.formats.compatibility import check_engines
 from infer.formats.export import export_drafter
@@ -178,7 +178,7 @@ def test_a_tap_of_the_last_layer_is_trained_and_drafted_as_it_says(make_tiny, tm
         again = load_drafter(tmp_path / kind)
         assert (
             again.layer_ids == drafter.layer_ids
-            and read_fixed_options(again)["last_layer_output"] == kind
+            and read_options_from_config(again)["last_layer_output"] == kind
         )
         cache = target.allocate_cache(1, 40)
         with cache.add_rows(1) as row:

@@ -19,7 +19,7 @@ from infer.engine.budget import AutoNodeBudget, Calibration
 from infer.int8_cpu import calibration, kernels, matmul
 from infer.int8_cpu.attention import attend
 from infer.int8_cpu.modules import Int8Linear
-from infer.int8_cpu.recording import RecordedDecoder
+from infer.int8_cpu.recording import RecordingDecoder
 from infer.int8_cpu.weights import Int8Weights
 from infer.kernels import reference
 from infer.targets.kernel_decoder import KernelDecoder
@@ -111,7 +111,7 @@ def test_matmuls_are_integer_arithmetic(avx2_kernel, amx, monkeypatch):
         pytest.skip("needs a CPU with AVX2")
     capabilities = {"avx2": avx2_kernel, "avx512_vnni": False, "avx_vnni": False, "amx_int8": amx}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
-    for name in ("count_transposed_rows", "uses_avx2_kernel"):  # without their caches
+    for name in ("get_transposed_matmul_rows", "uses_avx2_kernel"):  # without their caches
         monkeypatch.setattr(matmul, name, getattr(matmul, name).__wrapped__)
     assert matmul.uses_avx2_kernel(64) == avx2_kernel
     assert not matmul.uses_avx2_kernel(33)
@@ -139,7 +139,7 @@ def test_a_recording_computes_what_its_layers_do(float_and_int8_targets, avx2_ke
     _, target = float_and_int8_targets
     if avx2_kernel and not torch.cpu.get_capabilities().get("avx2"):
         pytest.skip("needs a CPU with AVX2")
-    assert type(target.kernel_decoder) is RecordedDecoder
+    assert type(target.kernel_decoder) is RecordingDecoder
     monkeypatch.setattr(matmul, "uses_avx2_kernel", lambda inputs: avx2_kernel)
     target.kernel_decoder.recordings.clear()
     sequences = make_random_ids(3, 24).tolist()
@@ -148,8 +148,8 @@ def test_a_recording_computes_what_its_layers_do(float_and_int8_targets, avx2_ke
         compute_final_states(target, sequences, ends)
 
     outputs_by_decoder = []
-    for run in (RecordedDecoder.run, KernelDecoder.run):
-        monkeypatch.setattr(RecordedDecoder, "run", run)
+    for run in (RecordingDecoder.run, KernelDecoder.run):
+        monkeypatch.setattr(RecordingDecoder, "run", run)
         cache = target.allocate_cache(3, 30)
         with cache.add_rows(3):
             pass
@@ -159,7 +159,7 @@ def test_a_recording_computes_what_its_layers_do(float_and_int8_targets, avx2_ke
             outputs.append(target.extend_cache(chunk, cache, (0, 2, 4)))
         node_counts = torch.tensor([[2], [5], [1]])
         tree = replace(make_chain_trees(sequences, 5), node_mask=torch.arange(5) < node_counts)
-        outputs.append(target.verify(tree, tree.ancestors(), cache, (0, 2, 4)))
+        outputs.append(target.verify(tree, tree.build_ancestor_mask(), cache, (0, 2, 4)))
         outputs_by_decoder.append(outputs)
     for recorded, eager in zip(*outputs_by_decoder, strict=True):
         assert torch.equal(recorded.context, eager.context)
@@ -262,14 +262,14 @@ def test_states_do_not_depend_on_the_batch(float_and_int8_targets):
         pass
     target.extend_cache([sequence[:18] for sequence in sequences[:2]], cache, ())
     tree = make_interleaved_trees(sequences[0][18:], 2)
-    states = target.verify(tree, tree.ancestors(), cache).last_hidden_states
+    states = target.verify(tree, tree.build_ancestor_mask(), cache).last_hidden_states
     assert torch.equal(states[0, 0::2], expected[18:])
 
     assert supports_ragged(target)
     num_nodes = tree.tokens.shape[1]
     real = torch.arange(num_nodes) < torch.tensor([[3], [num_nodes]])
     ragged_states = target.verify(
-        replace(tree, node_mask=real), tree.ancestors(), cache
+        replace(tree, node_mask=real), tree.build_ancestor_mask(), cache
     ).last_hidden_states
     assert torch.equal(ragged_states[0, :3], states[0, :3])
     assert torch.equal(ragged_states[1], states[1])

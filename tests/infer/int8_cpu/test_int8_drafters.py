@@ -12,7 +12,7 @@ from infer.drafters.base import get_target_head
 from infer.formats.compatibility import check_engines
 from infer.int8_cpu.loading import quantise_drafter
 from infer.int8_cpu.modules import Int8Linear
-from infer.int8_cpu.recording import RecordedDecoder
+from infer.int8_cpu.recording import RecordingDecoder
 from infer.targets.kernel_decoder import KernelDecoder
 
 DRAFTER_KINDS = {
@@ -79,9 +79,9 @@ def test_blocks_are_those_of_dequantised_weights_and_outputs_those_of_the_target
 @pytest.mark.parametrize("kind", ["fusion", "window", "small vocabulary"])
 def test_a_recorded_block_is_the_block_layer_by_layer(make_tiny, kind, monkeypatch):
     target, drafter, _ = make_drafters(make_tiny, kind)
-    assert type(drafter.allocate_state(1, 40).decoder) is RecordedDecoder
+    assert type(drafter.allocate_state(1, 40).decoder) is RecordingDecoder
     recorded = draft_marginals(target, drafter)
-    monkeypatch.setattr(RecordedDecoder, "run", KernelDecoder.run)
+    monkeypatch.setattr(RecordingDecoder, "run", KernelDecoder.run)
     assert torch.equal(recorded, draft_marginals(target, drafter))
 
 

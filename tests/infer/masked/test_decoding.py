@@ -12,16 +12,16 @@ from infer.masked.config import MaskedOptions
 from infer.masked.drafting import (
     DraftPlan,
     Prediction,
+    accept_writes,
     choose_chain_writes,
+    draft_states,
     estimate_position_probabilities,
     estimate_token_probabilities,
     make_chain_states,
     make_mixed_states,
     parse_predictions,
-    pick_states,
     search_guided_states,
     summarise_logits,
-    take_steps,
 )
 from infer.masked.engine import MaskedEngine
 from infer.masked.model import MaskedModel
@@ -53,7 +53,7 @@ def decode(model: MaskedModel, prompt: list[int], options: MaskedOptions) -> Mas
         model, replace(options, max_num_seqs=1), len(prompt) + options.max_new_tokens
     )
     sequence = engine.submit(prompt, options)
-    while engine.busy:
+    while engine.has_unfinished_sequences:
         engine.step()
     return sequence
 
@@ -171,12 +171,12 @@ def test_chain_and_swapped_drafts_are_those_of_the_paper():
         position: Prediction([position, 0], [-0.1, -3.0], log_odds)
         for position, log_odds in zip(range(4, 12), LOG_ODDS, strict=True)
     }
-    plan = DraftPlan(range(4, 12), start=0, block_length=8, max_writes=8)
+    plan = DraftPlan(range(4, 12), output_start=0, block_length=8, max_writes=8)
     writes = choose_chain_writes(predictions, plan, 5)
     # The first block by confidence, then the next one.
     assert [position for position, _ in writes] == [5, 7, 4, 6, 9]
     assert [len(state) for state in make_chain_states(writes)] == [0, 1, 2, 3, 4, 5]
-    one_block = DraftPlan(range(4, 12), start=4, block_length=8, max_writes=8)
+    one_block = DraftPlan(range(4, 12), output_start=4, block_length=8, max_writes=8)
     for length in range(1, 6):
         chain_writes = choose_chain_writes(predictions, one_block, length)
         states = make_mixed_states(chain_writes, one_block)
@@ -188,7 +188,7 @@ def test_chain_and_swapped_drafts_are_those_of_the_paper():
     assert swapped == [frozenset([b]), frozenset([a, c]), frozenset([a, b, d])]
     mixed = MaskedOptions(method="mixed")
     # Without predictions, only the sequence itself is computed.
-    assert pick_states({}, plan, mixed, SequenceStatistics({})) == [frozenset()]
+    assert draft_states({}, plan, mixed, SequenceStatistics({})) == [frozenset()]
 
 
 def test_steps_continue_where_two_orders_meet():
@@ -197,7 +197,7 @@ def test_steps_continue_where_two_orders_meet():
     a = (5, 50)
     b = (6, 51)
     c = (7, 52)
-    plan = DraftPlan([5, 6, 7], start=5, block_length=4, max_writes=2)
+    plan = DraftPlan([5, 6, 7], output_start=5, block_length=4, max_writes=2)
 
     def predict_next(write) -> dict[int, Prediction]:
         """Return predictions by which `write` comes next."""
@@ -209,7 +209,7 @@ def test_steps_continue_where_two_orders_meet():
     states = make_mixed_states([a, b], plan)
     next_writes = {frozenset(): b, frozenset([b]): a}
     predictions = [predict_next(next_writes.get(state, c)) for state in states]
-    writes, last_state = take_steps(states, predictions, plan)
+    writes, last_state = accept_writes(states, predictions, plan)
     assert writes == [b, a, c] and states[last_state] == {a, b}
 
 
@@ -219,7 +219,9 @@ def test_guided_states_are_the_likeliest():
         position: Prediction([1, 2], [math.log(p), math.log(0.9 - p)], log_odds)
         for position, p, log_odds in [(4, 0.6, 1.0), (5, 0.85, 1.5), (6, 0.5, -0.5), (8, 0.8, 3.0)]
     }
-    plan = DraftPlan([4, 5, 6, 8], start=4, block_length=4, max_writes=3)  # 8 is in the next block
+    plan = DraftPlan(
+        [4, 5, 6, 8], output_start=4, block_length=4, max_writes=3
+    )  # 8 is in the next block
     best: dict[frozenset, float] = {}
     for count in range(4):
         for order in permutations(predictions, count):
@@ -251,25 +253,27 @@ def test_guided_states_are_the_likeliest():
 
 def test_statistics_predict_what_followed_before():
     statistics = SequenceStatistics(dict(enumerate([1, 2, 3, 9, 2, 3])))
-    assert statistics.predict(6, {}) == (2, 9)  # "2 3" was followed by 9
-    assert statistics.predict(7, {6: 1}) == (1, 2)  # "2 3 1" is new, "1" was followed by 2
-    assert statistics.predict(8, {6: 1}) == (0, 0)  # after a mask
-    assert statistics.predict(7, {6: 50}) == (0, 0)  # after a token that is new
+    assert statistics.predict_token(6, {}) == (2, 9)  # "2 3" was followed by 9
+    assert statistics.predict_token(7, {6: 1}) == (1, 2)  # "2 3 1" is new, "1" was followed by 2
+    assert statistics.predict_token(8, {6: 1}) == (0, 0)  # after a mask
+    assert statistics.predict_token(7, {6: 50}) == (0, 0)  # after a token that is new
     # Predicted; not the prediction, which was 2; after a mask.
     statistics.record_writes([(6, 9), (7, 4), (9, 5)])
     assert statistics.last_position == 9
     assert [rate.value for rate in statistics.context_rates[1:]] == [1 / 2, 2 / 3, 1 / 3]
     # One hit in advance; 7 is right of 6; 9 is not right of 7.
-    assert statistics.adjacent_rate.value == 2 / 4
-    assert statistics.predict(8, {}) == (0, 0)  # nothing ever followed a 4
+    assert statistics.right_neighbour_rate.value == 2 / 4
+    assert statistics.predict_token(8, {}) == (0, 0)  # nothing ever followed a 4
     statistics.record_writes([(8, 7)])
-    assert statistics.predict(20, {19: 4}) == (1, 7) and statistics.predict(20, {19: 7}) == (1, 5)
+    assert statistics.predict_token(20, {19: 4}) == (1, 7) and statistics.predict_token(
+        20, {19: 7}
+    ) == (1, 5)
 
 
 def test_guided_states_follow_the_statistics_by_their_hit_rate():
     statistics = SequenceStatistics(dict(enumerate([1, 2, 3, 1, 2, 3, 1])))
     predictions = {position: Prediction([50, 51], [-0.7, -0.8], 0.0) for position in (7, 8, 9)}
-    plan = DraftPlan([7, 8, 9], start=7, block_length=3, max_writes=3)
+    plan = DraftPlan([7, 8, 9], output_start=7, block_length=3, max_writes=3)
     for written in ({}, {7: 2}):
         tokens = dict(estimate_token_probabilities(predictions[8], 8, written, statistics))
         assert sum(tokens.values()) <= 1
@@ -279,7 +283,7 @@ def test_guided_states_follow_the_statistics_by_their_hit_rate():
     assert sum(probability for _, probability in positions) == pytest.approx(1)
     assert positions[1][1] == pytest.approx(0.5 + 0.5 / 3)
 
-    statistics.adjacent_rate = HitRate(99, 100)
+    statistics.right_neighbour_rate = HitRate(99, 100)
     statistics.context_rates = [HitRate(99, 100)] * 4
     statistics.last_position = 6
     writes = [(7, 2), (8, 3), (9, 1)]
@@ -309,4 +313,6 @@ def test_a_model_attends_to_both_sides_and_not_to_padding(model, shifted):
     selected = (torch.tensor([1, 0, 0]), torch.tensor([3, 11, 3]))
     assert torch.allclose(model.logits(ids, selected=selected), logits[selected], atol=1e-5)
     unshifted = MaskedModel(shifted.model, None, MASK_TOKEN_ID, shifted=False)
-    assert torch.allclose(shifted.logits(ids)[:, 1:], unshifted.logits(ids)[:, :-1], atol=1e-5)
+    assert torch.allclose(
+        shifted.logits(ids)[:, 1:], unshifted.compute_logits(ids)[:, :-1], atol=1e-5
+    )

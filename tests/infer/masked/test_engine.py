@@ -16,7 +16,7 @@ from infer.api import open_engine
 from infer.cli.eval import EvalCommand, run as run_eval
 from infer.cli.generate import GenerateCommand, run as run_generate
 from infer.cli.models import load_target_and_drafters
-from infer.config import DecodeOptions, EvaluationConfig, TargetConfig, TextOptions
+from infer.config import DecodeOptions, EvaluationConfig, SamplingOptions, TargetConfig
 from infer.masked.config import MaskedConfig, MaskedOptions
 from infer.masked.engine import MaskedEngine
 from infer.masked.model import REMOTE_CODE_MODEL_TYPES, MaskedModel, load_masked
@@ -36,7 +36,7 @@ OUTPUT_LENGTHS = [5, 16, 11, 24]  # not multiples of the block length
 
 
 def decode(
-    model: MaskedModel, prompts, text_options: list[TextOptions], config: MaskedConfig
+    model: MaskedModel, prompts, text_options: list[SamplingOptions], config: MaskedConfig
 ) -> list[MaskedSequence]:
     """Decode sequences that are submitted one after the other, a round apart."""
     engine = MaskedEngine(model, config, 64)
@@ -44,7 +44,7 @@ def decode(
     for prompt, options in zip(prompts, text_options, strict=True):
         sequences.append(engine.submit(prompt, options))
         engine.step()
-    while engine.busy:
+    while engine.has_unfinished_sequences:
         engine.step()
     assert not engine.scheduler.running
     assert sorted(engine.runner.free_rows) == list(range(engine.options.max_num_seqs))
@@ -61,7 +61,7 @@ def test_outputs_do_not_depend_on_the_batch(make_masked, cache, shifted):
     model.eos_token_ids = frozenset([17])
     temperatures = [0.0, 0.9, 0.0, 1.3]
     options = [
-        TextOptions(max_new_tokens=length, temperature=temperature, seed=seed)
+        SamplingOptions(max_new_tokens=length, temperature=temperature, seed=seed)
         for seed, (length, temperature) in enumerate(zip(OUTPUT_LENGTHS, temperatures, strict=True))
     ]
     config = MaskedConfig(max_num_seqs=3, block_length=8, cache=cache)
@@ -80,7 +80,7 @@ def test_outputs_do_not_depend_on_the_batch(make_masked, cache, shifted):
             assert actual.stats.rounds <= expected.stats.rounds
             assert sum(actual.commits) == len(actual.ids)
             assert sum(actual.stats.histogram) == actual.stats.rounds
-            assert actual.row is None
+            assert actual.token_row is None
         assert count_rounds(batch) < count_rounds(baseline)
     assert [sequence.finish_reason for sequence in baseline].count("length") >= 2
     assert [sequence.stats.tau for sequence in baseline] == [1.0] * 4
@@ -131,23 +131,23 @@ def test_cancelled_and_failed_sequences_release_their_rows(make_masked):
     model = make_masked()
     engine = MaskedEngine(model, MaskedConfig(max_num_seqs=1, cache="dual"), 64)
     first, second, third = (
-        engine.submit(prompt, TextOptions(max_new_tokens=24)) for prompt in TOKEN_PROMPTS[:3]
+        engine.submit(prompt, SamplingOptions(max_new_tokens=24)) for prompt in TOKEN_PROMPTS[:3]
     )
     engine.step()
     first.cancelled = third.cancelled = True
     changed = engine.step()
     assert {first, third} <= set(changed)
     assert first.finish_reason == third.finish_reason == "cancelled"
-    while engine.busy:
+    while engine.has_unfinished_sequences:
         engine.step()
     expected = generate(
         model, None, TOKEN_PROMPTS[1], method="steps", max_new_tokens=24, cache="dual"
     )
     assert second.ids == expected.ids
-    engine.submit(TOKEN_PROMPTS[0], TextOptions(max_new_tokens=24))
+    engine.submit(TOKEN_PROMPTS[0], SamplingOptions(max_new_tokens=24))
     engine.step()
     engine.reset()
-    assert not engine.busy and engine.runner.free_rows == [0]
+    assert not engine.has_unfinished_sequences and engine.runner.free_rows == [0]
 
 
 def test_a_masked_model_regenerates_answers(folder):
@@ -188,7 +188,7 @@ def test_options_of_other_models_are_refused(make_masked, changes):
         MaskedOptions(**changes).check()
     DecodeOptions(**changes).check()
     with pytest.raises(ValueError, match=f"^{name}={value}"):
-        MaskedEngine(make_masked(), MaskedConfig(), 64).submit([1], TextOptions(**changes))
+        MaskedEngine(make_masked(), MaskedConfig(), 64).submit([1], SamplingOptions(**changes))
 
 
 @pytest.mark.parametrize(
@@ -390,7 +390,7 @@ def test_models_with_remote_code_load_and_decode(tmp_path, repo, monkeypatch, mo
     ids = torch.tensor([[5, 6, MASK_TOKEN, 8]])
     remote_logits = model.model(input_ids=ids).logits
     assert torch.equal(
-        model.logits(ids)[0, 2, :MASK_TOKEN], remote_logits[0, 2 - shifted, :MASK_TOKEN]
+        model.compute_logits(ids)[0, 2, :MASK_TOKEN], remote_logits[0, 2 - shifted, :MASK_TOKEN]
     )
     prompts = [[5, 6], [7, 8, 9], [9, 4]]
     for temperature in (0.0, 0.8):

@@ -73,7 +73,7 @@ def assert_model_has_counts(model: NGramModel, counts: Counter, contexts: int) -
     by_length = Counter(map(len, counts))
     assert model.num_tokens == counts[()]
     expected_nodes = [by_length[level] for level in range(2, model.order + 1)]
-    assert model.nodes == (model.vocabulary, *expected_nodes)
+    assert model.nodes_per_level == (model.vocabulary, *expected_nodes)
 
     expected_continuations = {}
     for ngram, count in counts.items():
@@ -130,7 +130,7 @@ def test_lookups_among_many_children(tmp_path, probabilities):
     """20,000 children, for few tokens and for many; more than one group of nodes."""
     documents = [[1, 70_000 - 3 * child] for child in range(20_000)] + [[1, 70_000]] * 5
     model = count_ngrams(documents, 70_001, 2, tmp_path / "x", NGRAM_TEST_DIGEST)
-    assert len(model.trie.base) == 2
+    assert len(model.trie.child_bases) == 2
     counts = count_with_dictionary(documents, 2)
     for tokens in ([], [70_000], [0, 10_001, 10_002, 10_003, 70_000, 70_000], range(9_000, 13_000)):
         expected = []

@@ -69,7 +69,7 @@ def test_listening_to_other_machines_needs_a_key_or_an_option(monkeypatch):
         ServerConfig(host=host, allow_unauthenticated=True).check()
     monkeypatch.setenv("BLOCKDRAFT_API_KEY", API_KEY_VALUE)
     ServerConfig(host="0.0.0.0").check()
-    assert ServerConfig().key() == API_KEY_VALUE.encode()
+    assert ServerConfig().read_api_key() == API_KEY_VALUE.encode()
     for key in ("short", f"{API_KEY_VALUE} two", "é" * 20):
         monkeypatch.setenv("BLOCKDRAFT_API_KEY", key)
         with pytest.raises(ValueError, match="one word of at least 16 ASCII") as refusal:

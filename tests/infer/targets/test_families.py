@@ -405,7 +405,7 @@ def test_windows_of_fixed_shapes_see_the_same(tiny):
     cache = target.allocate_cache(4, 40)
     with torch.no_grad(), cache.add_rows(3) as new_rows:
         target.extend_cache(prompts(9, 17, 4), new_rows, ())
-    outputs = [target.verify(tree, tree.ancestors(), cache).last_hidden_states]
+    outputs = [target.verify(tree, tree.build_ancestor_mask(), cache).last_hidden_states]
     four = DraftTree(
         *(torch.cat([column, column[:1]]) for column in (tree.tokens, tree.parents, tree.depths)),
         None,
@@ -418,7 +418,9 @@ def test_windows_of_fixed_shapes_see_the_same(tiny):
             4,
             0,
         ]
-        outputs.append(target.verify(four, four.ancestors(), cache).last_hidden_states[:3])
+        outputs.append(
+            target.verify(four, four.build_ancestor_mask(), cache).last_hidden_states[:3]
+        )
     assert torch.allclose(*outputs, atol=1e-5)
 
 
@@ -756,7 +758,7 @@ def test_a_plain_pass_is_short(random_target):
         with torch.inference_mode(), cache.add_rows(1) as rows:
             target.extend_cache(prompts(9), rows, ())
         with torch.inference_mode(), profile() as seen:
-            target.verify(tree, tree.ancestors(), cache)
+            target.verify(tree, tree.build_ancestor_mask(), cache)
         counts.append(sum(event.name.startswith("aten::") for event in seen.events()))
     of_layer = (counts[1] - counts[0]) / 4
     assert (

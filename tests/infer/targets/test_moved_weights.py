@@ -10,9 +10,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from infer import Engine, generate
-from infer.config import EngineConfig, TextOptions
+from infer.config import EngineConfig, SamplingOptions
 from infer.int8_cpu import calibration, recording
-from infer.int8_cpu.recording import RecordedDecoder
+from infer.int8_cpu.recording import RecordingDecoder
 from infer.targets.target import Target
 
 TINY_SIZES = {
@@ -80,15 +80,15 @@ def overwrite_freed_memory(model: torch.nn.Module) -> None:
 )
 def test_moved_weights_give_the_same_output(family, quantised, move, midway):
     target = Target(random_model(family, quantised))
-    assert type(target.kernel_decoder) is RecordedDecoder or not quantised
+    assert type(target.kernel_decoder) is RecordingDecoder or not quantised
     expected = output(target)
     engine = Engine(target, None, EngineConfig("plain"), 64)
-    sequence = engine.submit(PROMPT_IDS, TextOptions(max_new_tokens=16))
+    sequence = engine.submit(PROMPT_IDS, SamplingOptions(max_new_tokens=16))
     for _ in range(5 if midway else 0):
         engine.step()
     move(target.model)
     overwrite_freed_memory(target.model)
-    while engine.busy:
+    while engine.has_unfinished_sequences:
         engine.step()
     assert sequence.ids == expected == output(target)
 
@@ -145,8 +145,8 @@ def test_weights_can_be_written_to_after_decoding(quantised):
     target = Target(random_model("qwen2", quantised))
     engine = Engine(target, None, EngineConfig("plain"), 64)
     for _ in range(2):
-        engine.submit(PROMPT_IDS, TextOptions(max_new_tokens=4))
-        while engine.busy:
+        engine.submit(PROMPT_IDS, SamplingOptions(max_new_tokens=4))
+        while engine.has_unfinished_sequences:
             engine.step()
         for parameter in target.model.parameters():
             assert not parameter.is_inference()

@@ -149,7 +149,7 @@ def test_long_prompts_of_unlike_lengths_in_pieces(target):
     with torch.no_grad():
         tree = make_root_trees(torch.tensor([5, 6, 7]))
         third = target.compute_logits(
-            target.verify(tree, tree.ancestors(), cache).last_hidden_states
+            target.verify(tree, tree.build_ancestor_mask(), cache).last_hidden_states
         )
     for row, (text, end) in enumerate(zip(texts, ends, strict=True)):
         expected = transformers_logits(target, [*text, 5 + row])

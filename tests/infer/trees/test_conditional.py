@@ -167,7 +167,7 @@ def test_degenerate_distributions_make_valid_trees(ngrams, method, recurrent, de
         if degeneration == "one":
             log_q[1, ..., 3] = 0.0
     if method.name == "chain" and conditionals:
-        conditionals.chain = lambda length: (
+        conditionals.draft_greedy_chain = lambda length: (
             conditionals.tokens[..., 0][:, :length],
             conditionals.log_q[0][:, 0, :length],
         )

@@ -72,7 +72,7 @@ def test_both_searches_build_the_same_tree_at_full_size(budget, monkeypatch):
     for fast_versions in ({}, table.FAST_KERNELS):
         monkeypatch.setattr(table, "FAST_KERNELS", fast_versions)
         trees.append(build_ddtree(Proposal(torch.tensor([1, 2]), marginals, budget)))
-        trees[-1].ancestors()
+        trees[-1].build_ancestor_mask()
     for row in range(2):
         assert set(list_prefixes(trees[0], row)) == set(list_prefixes(trees[1], row))
     assert torch.allclose(trees[0].log_probs, trees[1].log_probs, atol=1e-5)

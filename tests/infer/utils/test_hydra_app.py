@@ -46,7 +46,7 @@ def test_a_prompt_is_for_commands_that_have_one(capsys):
     assert received[0].prompt == "It's {a}"
     for name, arguments in (("eval", ["--prompt", "x"]), ("generate", ["--prompt"])):
         with pytest.raises(SystemExit) as end:
-            run_command(name, COMMANDS[name].options_class(), received.append, arguments)
+            run_command(name, COMMANDS[name].import_options_class(), received.append, arguments)
         assert end.value.code == 2 and "unrecognized arguments: --prompt" in capsys.readouterr().err
 
 
@@ -138,7 +138,7 @@ def test_invalid_arguments_give_a_message_without_a_traceback(
     """The message is Hydra's or ours, nothing runs, and no file is left."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as end:
-        run_command(name, COMMANDS[name].options_class(), None, arguments)
+        run_command(name, COMMANDS[name].import_options_class(), None, arguments)
     message = capsys.readouterr().err
     assert end.value.code == 2
     assert message.startswith("error: ") and expected in message and "Traceback" not in message
@@ -176,7 +176,7 @@ def option_keys(options_class, prefix=""):
 @pytest.mark.parametrize("name", list(COMMANDS))
 def test_help_explains_every_key(name, capsys):
     """The help has the option's value in this command, its type and its meaning."""
-    options_class = COMMANDS[name].options_class()
+    options_class = COMMANDS[name].import_options_class()
     run_command(name, options_class, None, ["--help"])
     lines = capsys.readouterr().out.splitlines()
     for key in option_keys(options_class):
@@ -212,7 +212,7 @@ def test_flags_that_only_print_create_no_folder(arguments, tmp_path, repo):
 def test_a_file_or_folder_is_the_data_of_every_command(name, tmp_path):
     """With data.path= and data=, whatever the command's default, also with a model preset."""
     file = tmp_path / "mine.jsonl"
-    schema = COMMANDS[name].options_class()
+    schema = COMMANDS[name].import_options_class()
     file.write_text('{"text": "x"}\n')
     presets = (
         [[], ["+model=hf", "target.path=embedded", "data.length=2000"]] if name == "train" else [[]]
@@ -280,7 +280,7 @@ def test_commands_take_target_and_data_from_the_checkpoints_run(run_folder):
     # The device is this machine's, and only the user allows remote code.
     assert (config.target.device, config.target.trust_remote_code) == ("auto", False)
     for name in ("generate", "serve", "export"):
-        schema = COMMANDS[name].options_class()
+        schema = COMMANDS[name].import_options_class()
         assert (
             compose_options(name, schema, [f"checkpoint={best}/drafter"]).target.path
             == "/models/it's mine"

@@ -49,7 +49,7 @@ def option_names(options_class: type, prefix: str = "") -> set[str]:
 def test_an_old_name_is_refused_with_the_new_one(old_name, plus, capsys):
     new_name = RENAMED_OPTIONS[old_name]
     command = command_of(old_name)
-    options_class = COMMANDS[command].options_class()
+    options_class = COMMANDS[command].import_options_class()
     assert new_name in option_names(options_class)
     assert old_name not in option_names(options_class)
 
@@ -66,7 +66,7 @@ def test_an_old_name_in_a_file_of_the_users_own_is_refused_too(tmp_path, capsys)
     (tmp_path / "experiment" / "mine.yaml").write_text(experiment)
     arguments = ["--config-dir", str(tmp_path), "+experiment=mine"]
     with pytest.raises(SystemExit):
-        run_command("train", COMMANDS["train"].options_class(), None, arguments)
+        run_command("train", COMMANDS["train"].import_options_class(), None, arguments)
     assert "optim.batch has been renamed; use optim.batch_size" in capsys.readouterr().err
 
 
@@ -74,7 +74,7 @@ def test_a_saved_configuration_is_translated(repo):
     """What 4e0af7d wrote has, translated, only names that options have today, or that options had
     which are gone."""
     removed = {"data.bad_rows"}
-    known = option_names(COMMANDS["train"].options_class())
+    known = option_names(COMMANDS["train"].import_options_class())
     saved = json.loads((repo / "tests" / "golden" / "models.json").read_text())
     for config in saved.values():
         translated = translate_saved_config(config)

@@ -24,9 +24,9 @@ from train.masked import diffusion
 from train.masked.diffusion import DiffusionConfig, load_initial_model, train_diffusion_model
 from train.masked.objective import (
     MaskingNoise,
-    estimate_bound,
+    estimate_nll_bound,
+    exclude_unpredictable_tokens,
     mask_tokens,
-    remove_unpredictable_loss,
     sample_noise,
 )
 
@@ -161,7 +161,7 @@ def test_the_estimate_of_the_bound_is_unbiased(tiny, block_length):
     (Student's t, 119 degrees of freedom)."""
     document = [1, 4, 2, 0, 5]
     batch = pack_documents([(token, True) for token in document], length=5)
-    batch = remove_unpredictable_loss(batch, MASK_ID)
+    batch = exclude_unpredictable_tokens(batch, MASK_ID)
     batch = {name: column.repeat(64, 1) for name, column in batch.items()}
     means = []
     unweighted = []
@@ -170,10 +170,10 @@ def test_the_estimate_of_the_bound_is_unbiased(tiny, block_length):
             noise = sample_noise(batch["documents"], torch.Generator().manual_seed(seed))
             block_lengths = torch.full((64,), block_length)
             ids, weights = mask_tokens(batch, noise, block_lengths, MASK_ID)
-            means.append(estimate_bound(tiny, batch, ids, weights, MASK_ID).item() / 64)
+            means.append(estimate_nll_bound(tiny, batch, ids, weights, MASK_ID).item() / 64)
             if seed < 20:
                 equal_weights = weights.sign()
-                bound = estimate_bound(tiny, batch, ids, equal_weights, MASK_ID).item() / 64
+                bound = estimate_nll_bound(tiny, batch, ids, equal_weights, MASK_ID).item() / 64
                 unweighted.append(bound)
     means = torch.tensor(means, dtype=torch.float64)
     error = means.std() / len(means) ** 0.5
@@ -198,7 +198,7 @@ def test_every_token_sees_its_whole_document_and_no_other(tiny):
     tiny.get_input_embeddings().register_forward_hook(record_embeddings)
     for position in (1, 9):  # in the first and in the second document
         weights = torch.nn.functional.one_hot(torch.tensor([position]), 16).float()
-        estimate_bound(tiny, batch, batch["ids"], weights, MASK_ID).backward()
+        estimate_nll_bound(tiny, batch, batch["ids"], weights, MASK_ID).backward()
         same_document = batch["documents"][0] == batch["documents"][0, position]
         gradient_sizes = embeddings.pop().grad[0].abs().sum(-1)
         assert (gradient_sizes[same_document] > 0).all()
@@ -209,7 +209,7 @@ def test_mask_tokens_in_texts_and_first_tokens_carry_no_loss():
     batch = pack_documents(
         [(1, True), (MASK_ID, True), (2, True)], [(3, True), (4, False)], length=6
     )
-    loss = remove_unpredictable_loss(batch, MASK_ID)["loss"][0].tolist()
+    loss = exclude_unpredictable_tokens(batch, MASK_ID)["loss"][0].tolist()
     assert loss == [False, False, True, False, False, False]
 
 
@@ -271,13 +271,13 @@ def test_the_loss_of_a_step_is_the_bound_or_the_mean_over_masked_tokens(
     loss = diffusion.compute_gradients(model, batch, config, 3)
     assert model.get_input_embeddings().weight.grad.abs().sum() > 0
     ids, weights = maskings[0]
-    predictable = remove_unpredictable_loss(batch, 1)
+    predictable = exclude_unpredictable_tokens(batch, 1)
     losses = []
     for row, position in (weights > 0).nonzero().tolist():
         one_weight = torch.zeros(4, 16)
         one_weight[row, position] = 1
         with torch.no_grad():
-            losses.append(estimate_bound(model, predictable, ids, one_weight, 1))
+            losses.append(estimate_nll_bound(model, predictable, ids, one_weight, 1))
     losses = torch.stack(losses)
     if weighting == "elbo":
         expected = (losses * weights[weights > 0]).sum() / predictable["loss"].sum()
@@ -311,7 +311,7 @@ def test_the_folder_is_an_ordinary_model(small, start_folder, tmp_path):
     ids = torch.tensor([[20, 30, 1, 1, 40]])
     with torch.no_grad():
         logits = hf_model(input_ids=ids, attention_mask=torch.zeros(1, 1, 5, 5)).logits
-        masked_logits = masked.logits(ids)
+        masked_logits = masked.compute_logits(ids)
     logits[..., 1] = -torch.inf
     assert torch.allclose(masked_logits[0, 2:4], logits[0, 1:3], atol=1e-5)
 
