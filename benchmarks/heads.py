@@ -131,7 +131,7 @@ def prepare(arguments: argparse.Namespace) -> None:
             stored_rows.append(
                 (
                     columns,
-                    features.context[i : i + 1].clone(),
+                    features.layer_features[i : i + 1].clone(),
                     features.last_hidden_states[i : i + 1].clone(),
                 )
             )
@@ -141,7 +141,7 @@ def prepare(arguments: argparse.Namespace) -> None:
         weights = {
             k: v
             for k, v in start.state_dict().items()
-            if not k.startswith(start.head_spec.attribute)
+            if not k.startswith(start.head_spec.module_name)
         }
         keys = {key.name for key in start.head_spec.config_keys}
         start.config.dflash_config = {k: v for k, v in start.family_config.items() if k not in keys}

@@ -135,7 +135,7 @@ class MethodTurn:
         self.times = {}
 
     @property
-    def busy(self) -> bool:
+    def has_unfinished_sequences(self) -> bool:
         """Whether requests are left."""
         return self.engine.has_unfinished_sequences or len(self.times) < len(self.requests)
 
@@ -164,7 +164,7 @@ class MethodTurn:
 
 def run_interleaved(turns: Collection[MethodTurn]) -> None:
     """Run all methods to their end, always a step of the one that has used the least time."""
-    while busy := [turn for turn in turns if turn.busy]:
+    while busy := [turn for turn in turns if turn.has_unfinished_sequences]:
         min(busy, key=lambda turn: turn.elapsed).step()
 
 

@@ -61,7 +61,7 @@ def draft_marginals(target, drafter, prompt: list[int], bonus: int) -> torch.Ten
     cache = target.allocate_cache(1, len(prompt) + 1)
     state = drafter.allocate_state(1, len(prompt) + 1)
     with cache.add_rows(1) as rows, state.add(1) as state_rows:
-        context = target.extend_cache([prompt], rows, drafter.layer_ids).context
+        context = target.extend_cache([prompt], rows, drafter.layer_ids).layer_features
         drafter.update_context(target, context, torch.tensor([prompt]), [len(prompt)], state_rows)
     return drafter.draft_block(target, torch.tensor([bonus]), state).marginals.float()
 

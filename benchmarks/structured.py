@@ -99,7 +99,7 @@ def generate_with_times(
         len(prompt) + options.max_new_tokens + 1,
     )
     if not follows_grammar:
-        engine.runner.method = replace(engine.runner.method, ranked=False)
+        engine.runner.method = replace(engine.runner.method, sorts_nodes_by_probability=False)
     constrain_to_grammars = runner.constrain_to_grammars
     function_seconds = defaultdict(float)
 

@@ -106,7 +106,7 @@ def reference_loss(drafter, target, rows, blocks, config) -> torch.Tensor:
             output_hidden_states=True,
         )
     features = torch.cat([out.hidden_states[layer + 1] for layer in drafter.layer_ids], dim=-1)
-    embedded, block_positions = drafter.prepare_inputs(
+    embedded, block_positions = drafter.prepare_training_inputs(
         target, rows["ids"], rows["positions"], blocks.anchors
     )
     slots = blocks.anchors.shape[1]

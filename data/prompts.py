@@ -72,8 +72,7 @@ def select_evaluation_prompts(
     prompt_tokens: int,
     external_count: int = 0,
 ) -> list[Prompt]:
-    """Return `count` prompts from the held-out examples, and `external_count` prompts of this
-    package.
+    """Return `count` held-out prompts, and `external_count` prompts of this package.
 
     The held-out prompts are spread evenly over kinds such as starts of texts and docstrings. If
     they are too few, prompts from the middle of long texts are added, and then the first halves of

@@ -83,7 +83,7 @@ def test_commands_for_users_need_neither_data_nor_train(repo, command):
         "from pkgutil import resolve_name\n"
         "from infer.main import COMMANDS\n"
         f"command = COMMANDS[{command!r}]\n"
-        "command.options_class()().check; resolve_name(command.run)"
+        "command.import_options_class()().check; resolve_name(command.run)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=repo, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -532,7 +532,7 @@ def test_scripts_import_existing_names():
         for path in list_source_files("benchmarks", "tests/robustness")
     }
     assert not {path: {*names} - public for path, names in errors.items() if {*names} - public}
-    assert find_missing_names("def f():\n    from train.plan import gone, StepShape", modules) == [
+    assert find_missing_names("def f():\n    from train.plan import gone, StepSizes", modules) == [
         "train.plan.gone"
     ]
 

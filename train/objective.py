@@ -58,7 +58,7 @@ def position_weights(config: ObjectiveConfig, num_drafted: int) -> torch.Tensor:
     (num_drafted,) float32.
 
     With position_weights=dpace, all of them are 1. D-PACE's real weights depend on the drafter's
-    predictions and are computed later (`Weighting.block_factor`).
+    predictions and are computed later (`Weighting.drafter_dependent_factor`).
     """
     steps = torch.arange(num_drafted, dtype=torch.float32)
     return POSITION_WEIGHTINGS_BY_NAME[config.position_weights].position_weights(steps, config)

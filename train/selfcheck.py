@@ -146,7 +146,7 @@ class _ReferenceLoss:
 
         row: index of the packed sequence in the batch. slot: index of the block in this sequence.
         """
-        # of type Any, because only subclasses of Drafter define `prepare_inputs`
+        # of type Any, because only subclasses of Drafter define `prepare_training_inputs`
         drafter: Any = self.drafter
         target = self.target
         anchor_in_row = int(self.blocks.anchors[row, slot])
@@ -167,7 +167,7 @@ class _ReferenceLoss:
             mask = build_block_mask(block_start, length, drafter.num_queries, causal, window)
             masks.append(to_additive_mask(mask.to(target.device), dtype))
         anchors = torch.tensor([[anchor]], device=target.device)
-        inputs = drafter.prepare_inputs(target, ids, positions, anchors)
+        inputs = drafter.prepare_training_inputs(target, ids, positions, anchors)
         # (num_queries, hidden_size)
         states = drafter(features.layer_features.to(dtype), positions, *inputs, *masks)[0]
         supervised = self.blocks.supervised[row, slot].tolist()

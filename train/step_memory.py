@@ -112,13 +112,11 @@ def estimate_step_memory(
     if drafter_itemsize == 2:
         drafter += 2 * parameters  # the bfloat16 copy of the weights that autocast creates
 
-    features = target_itemsize * shape.context_tokens * shape.hidden_size
-    features *= shape.num_feature_layers + 1
+    hidden_states = shape.context_tokens * shape.hidden_size
+    features = target_itemsize * hidden_states * (shape.num_feature_layers + 1)
     # The drafter reads the target's hidden states in float32; other dtypes are copied to float32.
     if target_itemsize != FLOAT32_BYTES:
-        features += (
-            FLOAT32_BYTES * shape.context_tokens * shape.num_feature_layers * shape.hidden_size
-        )
+        features += FLOAT32_BYTES * hidden_states * shape.num_feature_layers
 
     activations = _estimate_activations(shape, config, drafter_itemsize, cuda)
     gradients = FLOAT32_BYTES * parameters / (world_size if stage >= 2 else 1)

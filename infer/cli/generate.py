@@ -74,7 +74,7 @@ def run(config: GenerateCommand) -> None:
     assert isinstance(generation, Generation)
     text = generation.text or ""
     stats = generation.stats
-    method = options.describe_method(drafter) if drafter else options.method
+    method = options.get_method_name(drafter) if drafter else options.method
     print(text if is_chat else config.prompt + text)
     print(
         f"\n[{method}: {stats.tokens} tokens in {stats.rounds} rounds, τ {stats.tau:.2f}, "

@@ -61,7 +61,7 @@ def open_served_engine(config: ServeCommand) -> "tuple[Engine, str]":
     engine = open_engine(target, drafter, decoding, capacity)
     description = (
         f"{server.model_name or target.name} at {server.url}/v1: "
-        f"{decoding.describe_method(drafter)}, {decoding.max_num_seqs} sequences at a time, "
+        f"{decoding.get_method_name(drafter)}, {decoding.max_num_seqs} sequences at a time, "
         f"{capacity} tokens per sequence"
     )
     return engine, description

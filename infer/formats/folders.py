@@ -109,7 +109,7 @@ class DrafterFolder:
         for name, tensor in self.tensors.items():
             if tensor.shape[:1] == (padded_rows,) and tensor.dtype != INT8_DTYPE:
                 shape = (vocabulary_size, *tensor.shape[1:])
-                tensors[name] = replace(tensor, shape=shape, rows=vocabulary_size)
+                tensors[name] = replace(tensor, shape=shape, num_rows_to_load=vocabulary_size)
         return replace(self, tensors=tensors)
 
 

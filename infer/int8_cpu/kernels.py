@@ -101,6 +101,6 @@ CPU_INT8_FAST_KERNEL_TABLE = FastKernels(
     checks={"linear": check_int8_linear, "argmax_head": check_int8_argmax_head},
     extra_fields={
         "supports_ragged": True,
-        "recording_decoder": "infer.int8_cpu.recording:RecordedDecoder",
+        "recording_decoder": "infer.int8_cpu.recording:RecordingDecoder",
     },
 )

@@ -143,7 +143,9 @@ def check_best_first_search(operation: Callable, device: torch.device) -> str:
     first = make_normal_tensor(device, 2, 5).sort(dim=1, descending=True).values
     others = make_normal_tensor(device, 2, 3, 5, 5)
     tokens = torch.arange(40, device=device).view(2, 4, 5)
-    candidates = SimpleNamespace(tokens=tokens, table=(first - 3, others - 3), recurrent=False)
+    candidates = SimpleNamespace(
+        tokens=tokens, candidate_log_probs=(first - 3, others - 3), recurrent=False
+    )
     actual = operation(candidates, 9)
     expected = search_tree_by_depth(candidates, 9)
     if all(map(torch.equal, actual[:3], expected[:3])):

@@ -179,7 +179,7 @@ def _idle(service, seconds: float = 20) -> bool:
     while time.monotonic() < end:
         if (
             not service.active_requests
-            and not service.engine.busy
+            and not service.engine.has_unfinished_sequences
             and not service.worker.open_requests
         ):
             return True

@@ -524,7 +524,11 @@ def read_resident_megabytes() -> float:
 async def wait_until_idle(service, seconds: float = 60) -> bool:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        if not (service.active_requests or service.engine.busy or service.worker.open_requests):
+        if not (
+            service.active_requests
+            or service.engine.has_unfinished_sequences
+            or service.worker.open_requests
+        ):
             return True
         await asyncio.sleep(0.05)
     return False

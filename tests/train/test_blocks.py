@@ -256,9 +256,9 @@ def test_gradients_to_positions_that_a_block_must_not_see_are_exactly_zero(make_
     blocks = make_blocks(batch, 6)
     features = target.compute_packed_features(
         batch["ids"], batch["positions"], batch["documents"], drafter.layer_ids
-    ).context
+    ).layer_features
     features = features.clone().requires_grad_()
-    tokens, *other_inputs = drafter.prepare_inputs(
+    tokens, *other_inputs = drafter.prepare_training_inputs(
         target, batch["ids"], batch["positions"], blocks.anchors
     )
     tokens = tokens.clone().requires_grad_()  # embeddings of blocks (DFlash) or next tokens (DART)
@@ -304,7 +304,7 @@ def test_trained_block_equals_cached_inference_block(make_tiny, family):
             :, drafter.first_draft_slot :
         ]
         trained = (states @ get_head_weight(drafter, target).T).log_softmax(-1)  # (N, L, V)
-        features = packed_features.context
+        features = packed_features.layer_features
         ids = batch["ids"]
         for n in range(6):
             anchor = int(blocks.anchors[0, n])

@@ -114,7 +114,7 @@ def test_int8_features_are_close(bfloat16_target, dataset, tmp_path):
     )
     rounded = dequantise_features(columns, torch.bfloat16)
     for expected, actual in (
-        (exact.context, rounded.layer_features),
+        (exact.layer_features, rounded.layer_features),
         (exact.last_hidden_states, rounded.last_hidden_states),
     ):
         assert expected.shape == actual.shape

@@ -43,7 +43,7 @@ def make_case(seed: int = 0, dtype: torch.dtype = torch.float64) -> dict[str, to
         "teacher_rows": torch.randint(NUM_TEACHER_ROWS, shape, generator=generator),
         "labels": torch.randint(VOCABULARY_SIZE, shape, generator=generator),
         "weights": weights,
-        "head": random_matrix(VOCABULARY_SIZE),
+        "target_head": random_matrix(VOCABULARY_SIZE),
     }
 
 
@@ -51,11 +51,13 @@ def compute_chunked(hidden, drafter_head=None, correction=None, **inputs) -> Blo
     return compute_divergence(hidden, DivergenceInputs(**inputs), drafter_head, correction)
 
 
-def compute_dense(hidden, teacher_hidden, teacher_rows, labels, weights, head, divergence: str):
+def compute_dense(
+    hidden, teacher_hidden, teacher_rows, labels, weights, target_head, divergence: str
+):
     """Return loss, divergences and agreement from all logits at once."""
     shape = (NUM_BLOCKS, NUM_DRAFTED, VOCABULARY_SIZE)
-    log_q = (hidden @ head.T).log_softmax(-1).view(shape)
-    log_p = (teacher_hidden @ head.T).log_softmax(-1)[teacher_rows]
+    log_q = (hidden @ target_head.T).log_softmax(-1).view(shape)
+    log_p = (teacher_hidden @ target_head.T).log_softmax(-1)[teacher_rows]
     agrees = log_q.argmax(-1) == log_p.argmax(-1)
     divergences = DIVERGENCE_TABLE[divergence].formula(log_p, log_q, labels)
     return (divergences * weights).sum(), divergences, agrees
@@ -95,7 +97,7 @@ def test_hand_derived_gradients_equal_those_of_autograd(divergence, has_drafter_
     inputs = [case["hidden"]]
     drafter_head = None
     if has_drafter_head:
-        drafter_head = (case["head"] + 0.1).requires_grad_()
+        drafter_head = (case["target_head"] + 0.1).requires_grad_()
         inputs.append(drafter_head)
     config = ObjectiveConfig(divergence=divergence, chunk_rows=5)
     row = DIVERGENCE_TABLE[divergence]
@@ -148,12 +150,12 @@ def test_dpace_weights_a_position_by_all_later_positions(has_drafter_head):
     inputs = [case["hidden"]]
     drafter_head = None
     if has_drafter_head:
-        drafter_head = case["head"].flip(0).requires_grad_()
+        drafter_head = case["target_head"].flip(0).requires_grad_()
         inputs.append(drafter_head)
-    head = case["head"] if drafter_head is None else drafter_head
+    head = case["target_head"] if drafter_head is None else drafter_head
     shape = (NUM_BLOCKS, NUM_DRAFTED, VOCABULARY_SIZE)
     log_q = (case["hidden"] @ head.T).log_softmax(-1).view(shape)
-    log_p = (case["teacher_hidden"] @ case["head"].T).log_softmax(-1)[case["teacher_rows"]]
+    log_p = (case["teacher_hidden"] @ case["target_head"].T).log_softmax(-1)[case["teacher_rows"]]
     label_probs = log_q.exp().gather(-1, case["labels"][..., None])[..., 0]
     divergences = (log_p.exp() * (log_p - log_q)).sum(-1)
 
@@ -183,10 +185,10 @@ def test_scaled_logits_of_both_models_and_their_gradients(divergence, scale):
     case["weights"] = case["weights"].double()
     generator = torch.Generator().manual_seed(3)
     noise = torch.randn(VOCABULARY_SIZE, HIDDEN_SIZE, dtype=torch.float64, generator=generator)
-    drafter_head = (case["head"] + 0.5 * noise).requires_grad_()
+    drafter_head = (case["target_head"] + 0.5 * noise).requires_grad_()
     shape = (NUM_BLOCKS, NUM_DRAFTED, VOCABULARY_SIZE)
     log_q = scale(case["hidden"] @ drafter_head.T).log_softmax(-1).view(shape)
-    teacher_logits = scale(case["teacher_hidden"] @ case["head"].T)
+    teacher_logits = scale(case["teacher_hidden"] @ case["target_head"].T)
     log_p = teacher_logits.log_softmax(-1)[case["teacher_rows"]]
     divergences = DIVERGENCE_TABLE[divergence].formula(log_p, log_q, case["labels"])
     expected_loss = (divergences * case["weights"]).sum()
@@ -194,7 +196,7 @@ def test_scaled_logits_of_both_models_and_their_gradients(divergence, scale):
     expected_gradients = torch.autograd.grad(expected_loss, inputs)
 
     config = ObjectiveConfig(chunk_rows=5, divergence=divergence)
-    result = compute_chunked(**case, config=config, drafter_head=drafter_head, scale=scale)
+    result = compute_chunked(**case, config=config, drafter_head=drafter_head, logit_scale=scale)
     assert result.loss.item() == pytest.approx(expected_loss.item(), rel=1e-10)
     gradients = torch.autograd.grad(result.loss, inputs)
     for actual, expected in zip(gradients, expected_gradients, strict=True):
@@ -276,11 +278,11 @@ def test_a_conditional_head_gets_the_gradients_of_its_distribution(divergence, u
     vectors = torch.randn(NUM_ROWS, rank, generator=generator, dtype=torch.float64)
     out = torch.randn(VOCABULARY_SIZE, rank, generator=generator, dtype=torch.float64)
     correction = LogitCorrection(vectors.requires_grad_(), out.requires_grad_())
-    drafter_head = (case["head"] + 0.1).requires_grad_()
+    drafter_head = (case["target_head"] + 0.1).requires_grad_()
 
     uncorrected = case["hidden"] @ drafter_head.T
     corrected = uncorrected + correction.vectors @ correction.out.T
-    teacher_logits = case["teacher_hidden"] @ case["head"].T
+    teacher_logits = case["teacher_hidden"] @ case["target_head"].T
     teacher_logits = teacher_logits[case["teacher_rows"].flatten()]
     labels = case["labels"].flatten()
     agrees = corrected.argmax(-1) == teacher_logits.argmax(-1)

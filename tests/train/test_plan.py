@@ -166,7 +166,7 @@ def test_a_plan_counts_the_data_that_the_run_reads(small, tmp_path, capsys):
     assert "mask token 1 (<|mask|>)" in printed and "activations" in printed
     hf_config = load_target_config(config)
     all_ids = Dataset.from_dict({"ids": [[*range(512)]]})
-    with pytest.raises(ValueError, match="drafter.mask_token_id=<id>"):
+    with pytest.raises(ValueError, match="Set drafter.mask_token_id"):
         plan.describe_mask_token(config, hf_config, tokenizer, all_ids)
 
 

@@ -254,7 +254,7 @@ class DART(Drafter):
         mask_rep = torch.cat([projected.mean(0), feature_inputs.mean(0)])
         self.midlayer.mask_rep.copy_(mask_rep)
 
-    def prepare_inputs(
+    def prepare_training_inputs(
         self, target: Target, ids: torch.Tensor, positions: torch.Tensor, anchors: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute the inputs of `forward` for packed sequences of T tokens each.

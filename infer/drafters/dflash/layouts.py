@@ -238,8 +238,8 @@ def set_options_and_tensor_names(
     tensors: Collection[str],
     layers: int | None,
 ) -> None:
-    """Set `parsed.options` (the arguments of Qwen3Config) and the fields of `parsed` that describe
-    the checkpoint's tensors.
+    """Set `parsed.config_kwargs` (the arguments of Qwen3Config) and the fields of `parsed` that
+    describe the checkpoint's tensors.
 
     `keys` are the valid entries of config.json, among them all required keys. `tensors` are the
     names of the checkpoint's tensors. `layers` is the target's number of layers, None if unknown.

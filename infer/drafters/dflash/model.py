@@ -382,7 +382,7 @@ class DFlash(Drafter):
         block_ids[..., 1:] = cast(int, self.mask_token_id)
         return block_ids
 
-    def prepare_inputs(
+    def prepare_training_inputs(
         self, target: Target, ids: torch.Tensor, positions: torch.Tensor, anchors: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute the inputs of `forward` for packed sequences of T tokens each.

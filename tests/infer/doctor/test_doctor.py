@@ -364,7 +364,7 @@ def test_the_card_shows_the_acceptance_to_expect_of_an_engine(reference, tmp_pat
     write_result(source / ACCEPTANCE_REFERENCE_FILE_NAME, reference)
     card = write_card(source, out, None, "embedded").read_text()
     rates = " | ".join(f"{100 * rate:.1f} %" for rate in reference.acceptance.acceptance_rates)
-    assert f"| accepted | {rates} |" in card
+    assert f"| accepted in | {rates} |" in card
     assert "chat_template_kwargs" in card
     assert find_reference(out) == reference
 
@@ -461,4 +461,4 @@ def test_an_int8_targets_states_are_those_of_decoding(random_qwen3):
             for token in prompt + sequence.ids
         ]
     assert torch.equal(states.states[FeatureLayer(5)][0], torch.cat(expected))
-    assert states.agreement == 1.0
+    assert states.greedy_agreement == 1.0

@@ -117,12 +117,12 @@ def test_drafts_do_not_depend_on_dropped_positions(make_tiny):
     anchors = torch.tensor(lengths)[:, None]
     ids = (positions % drafter.config.vocab_size).scatter(1, anchors, bonus[:, None])
     mask = build_training_mask(anchors, torch.zeros_like(ids), 4, *drafter.attention_patterns[0])
-    inputs = drafter.prepare_inputs(target, ids, positions, anchors)
+    inputs = drafter.prepare_training_inputs(target, ids, positions, anchors)
     with torch.no_grad():
         states = drafter(features, positions, *inputs, mask)[:, 1:]
     expected = (states @ get_head_weight(drafter, target).T).log_softmax(-1)
 
-    full_state = fill_state(drafter, target, features, [lengths], keep_all=True)
+    full_state = fill_state(drafter, target, features, [lengths], keep_all_positions=True)
     sliding_state = fill_state(drafter, target, features, random_round_ends(lengths))
     other_states = [fill_state(drafter, target, features, [lengths]), sliding_state]
     for state in (full_state, *other_states):

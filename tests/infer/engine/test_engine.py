@@ -464,14 +464,14 @@ def test_calibration_stops_at_expensive_passes(tiny, monkeypatch):
         calibration.positions[-1] == 48
     )  # 5.8 seconds, more than four times the 1.1 of one position
     for positions in (1, 3, 9, 90):
-        assert calibration.cost(positions) == pytest.approx(1 + 0.1 * positions)
+        assert calibration.estimate_round_seconds(positions) == pytest.approx(1 + 0.1 * positions)
 
 
 def test_the_auto_budget_is_lossless(tiny):
     target, drafter = tiny
     calibration = calibrate(target, drafter, time.perf_counter, repeats=2)
     assert calibration.positions[0] == 1
-    assert list(calibration.seconds) == sorted(calibration.seconds)
+    assert list(calibration.pass_seconds) == sorted(calibration.pass_seconds)
     assert calibration.draft_seconds > 0
     prompt = make_prompts(1, seed=3)[0]
     answer = generate(target, drafter, prompt, budget="auto", max_new_tokens=30)
@@ -497,7 +497,7 @@ def test_calibration_measures_no_size_twice(make_tiny, head):
     target, drafter = make_tiny(block_size=2, head=HeadConfig(head))
     calibration = calibrate(target, drafter, lambda: 0.0, repeats=1)
     assert list(calibration.positions) == sorted(set(calibration.positions))
-    assert calibration.cost(500) == 0
+    assert calibration.estimate_round_seconds(500) == 0
 
 
 def test_drafters_without_a_network_have_an_auto_budget(make_tiny):

@@ -79,7 +79,9 @@ def test_the_counts_are_those_of_decoding(embedded):
     ideal_tree = ReplayVariant("ddtree", 16, "ideal")
     decoded_chains = decode_variant(embedded, drafter, prompts, chain, 32)
     sequences = [(sequence.prompt, sequence.ids) for sequence in decoded_chains]
-    replayed_chains = replay_sequences(embedded, drafter, sequences, [chain], reference=chain)
+    replayed_chains = replay_sequences(
+        embedded, drafter, sequences, [chain], first_choice_variant=chain
+    )
     source = "marginals" if drafter.head_spec is None else "head"
     for replayed, decoded in zip(replayed_chains, decoded_chains, strict=True):
         assert replayed.commits[chain] == decoded.commits
@@ -92,7 +94,7 @@ def test_the_counts_are_those_of_decoding(embedded):
         assert (correct - counts.accepted).sum() <= 1
 
     replayed_trees = replay_sequences(
-        embedded, drafter, sequences, [tree, ideal_tree], reference=tree
+        embedded, drafter, sequences, [tree, ideal_tree], first_choice_variant=tree
     )
     tree_commits = [
         sequence.commits for sequence in decode_variant(embedded, drafter, prompts, tree, 32)

@@ -52,7 +52,7 @@ def test_config_for_a_target_of_qwen3_4b_sizes():
     }
     assert (config.block_size, config.num_target_layers, config.num_hidden_layers) == (16, 36, 5)
     for options, word in (
-        ({"target_layer_ids": [1, 36]}, "layers 0 to 35"),
+        ({"target_layer_ids": [1, 36]}, "use layers of the target, 0 to 35"),
         ({"mask_token_id": 151936}, "0 to 151935"),
         ({"layers": 0}, "layers=0"),
         ({"block_size": 1}, "block_size=1"),
@@ -109,7 +109,7 @@ def test_the_mask_token_is_one_that_the_data_do_not_use(special, names, padding,
     ends = {vocabulary["<end>"]}
     used_ids = [tokenizer.convert_tokens_to_ids(token) for token in used]
     if expected in (None, ValueError):
-        with pytest.raises(ValueError, match="mask_token_id=<id>"):
+        with pytest.raises(ValueError, match="Set drafter.mask_token_id"):
             choose_mask_token(tokenizer, size, ends, (lambda: used_ids) if used else None)
         return
     mask = choose_mask_token(tokenizer, size, ends, (lambda: used_ids) if used else None)

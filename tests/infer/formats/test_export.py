@@ -36,7 +36,7 @@ def draft_marginals(target, drafter) -> torch.Tensor:
     ids = torch.arange(12)[None] * 5
     features = target.compute_packed_features(
         ids, torch.arange(12)[None], torch.zeros_like(ids), drafter.layer_ids
-    ).context
+    ).layer_features
     state = drafter.allocate_state(1, 40)
     with state.add(1) as row:
         drafter.update_context(target, features.to(drafter.norm.weight), ids, [12], row)

@@ -861,7 +861,7 @@ def test_the_trained_block_is_the_drafted_one(kind, target, tmp_path):
     )
     with torch.no_grad():
         states = compute_packed_block_states(
-            drafter, target, rows, anchors, features.context, drafter
+            drafter, target, rows, anchors, features.layer_features, drafter
         )
     trained = (
         states[0, 2, drafter.first_draft_slot :] @ get_head_weight(drafter, target).T

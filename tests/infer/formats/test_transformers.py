@@ -83,7 +83,7 @@ def our_marginals(drafter, target, cut: int) -> torch.Tensor:
     positions = torch.arange(length)[None]
     features = target.compute_packed_features(
         INPUT_IDS[:, :-1], positions, documents, drafter.layer_ids
-    ).context
+    ).layer_features
     state = drafter.allocate_state(1, 64)
     with state.add(1) as row:
         drafter.update_context(target, features[:, :cut], INPUT_IDS[:, :cut], [cut], row)
@@ -182,10 +182,10 @@ def test_a_tap_of_the_last_layer_is_trained_and_drafted_as_it_says(make_tiny, tm
         )
         cache = target.allocate_cache(1, 40)
         with cache.add_rows(1) as row:
-            prefilled = target.extend_cache(INPUT_IDS.tolist(), row, again.layer_ids).context
+            prefilled = target.extend_cache(INPUT_IDS.tolist(), row, again.layer_ids).layer_features
         features[kind] = target.compute_packed_features(
             INPUT_IDS, positions, torch.zeros_like(INPUT_IDS), again.layer_ids
-        ).context
+        ).layer_features
         assert torch.allclose(
             prefilled, features[kind], atol=1e-4
         )  # states of up to 15, sums of another order

@@ -162,7 +162,7 @@ def test_a_recording_computes_what_its_layers_do(float_and_int8_targets, avx2_ke
         outputs.append(target.verify(tree, tree.build_ancestor_mask(), cache, (0, 2, 4)))
         outputs_by_decoder.append(outputs)
     for recorded, eager in zip(*outputs_by_decoder, strict=True):
-        assert torch.equal(recorded.context, eager.context)
+        assert torch.equal(recorded.layer_features, eager.layer_features)
         assert torch.equal(recorded.last_hidden_states, eager.last_hidden_states)
 
 
@@ -288,7 +288,7 @@ def test_distributions_are_nearly_those_of_float32(float_and_int8_targets):
     features = int8_target.compute_packed_features(
         torch.tensor(sequences), positions, documents, (1, 3)
     )
-    assert features.context.shape == (4, 30, 64)
+    assert features.layer_features.shape == (4, 30, 64)
 
 
 def test_outputs_are_those_of_baseline_decoding(

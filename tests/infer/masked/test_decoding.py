@@ -304,14 +304,16 @@ def test_confidences_close_to_one_stay_distinct():
 def test_a_model_attends_to_both_sides_and_not_to_padding(model, shifted):
     ids = torch.tensor([MASKED_PROMPTS[2], MASKED_PROMPTS[2]])
     ids[1, -1] = 9
-    logits = model.logits(ids)
+    logits = model.compute_logits(ids)
     assert (logits[..., MASK_TOKEN_ID] == -torch.inf).all()
     assert not torch.allclose(logits[0, 0, :MASK_TOKEN_ID], logits[1, 0, :MASK_TOKEN_ID])
     padded = torch.cat([ids, torch.zeros(2, 5, dtype=torch.long)], 1)
     is_token = (torch.arange(17) < 12).expand(2, -1)
-    assert torch.allclose(model.logits(padded, is_token)[:, :12], logits, atol=1e-5)
+    assert torch.allclose(model.compute_logits(padded, is_token)[:, :12], logits, atol=1e-5)
     selected = (torch.tensor([1, 0, 0]), torch.tensor([3, 11, 3]))
-    assert torch.allclose(model.logits(ids, selected=selected), logits[selected], atol=1e-5)
+    assert torch.allclose(
+        model.compute_logits(ids, output_indices=selected), logits[selected], atol=1e-5
+    )
     unshifted = MaskedModel(shifted.model, None, MASK_TOKEN_ID, shifted=False)
     assert torch.allclose(
         shifted.logits(ids)[:, 1:], unshifted.compute_logits(ids)[:, :-1], atol=1e-5

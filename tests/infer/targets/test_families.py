@@ -387,7 +387,7 @@ def test_packed_documents_give_what_single_ones_give(target):
         states = [states if states.ndim == 3 else states[0] for states in out.hidden_states]
         expected = torch.cat([states[1], states[3]], -1)
         assert torch.allclose(
-            features.context[:, document],
+            features.layer_features[:, document],
             expected,
             atol=1e-5 * max(10, expected.abs().max().item()),
         )
@@ -484,7 +484,7 @@ def test_a_warm_drafters_keys_are_the_targets_own_where_rotary_positions_are_sca
     state = drafter.allocate_state(1, 50)
     memory = target.allocate_cache(1, 50)
     with memory.add_rows(1) as row, state.add(1) as drafter_row, torch.no_grad():
-        context = target.extend_cache(ids, row, drafter.layer_ids).context
+        context = target.extend_cache(ids, row, drafter.layer_ids).layer_features
         drafter.update_context(target, context, torch.tensor(ids), [40], drafter_row)
     # keys of its layer, and of layer 2
     drafter_keys = state.cache.buffer[0, :40]
@@ -689,8 +689,8 @@ def test_our_decoder_is_used_where_it_computes_the_same(tiny, name):
         return
     ids = torch.randint(V, (2, 24), generator=torch.Generator().manual_seed(1))
     rows = ids, torch.arange(24).expand(2, -1), torch.zeros_like(ids), (0, 1, 2, 3, 4)
-    actual = tiny(name).compute_packed_features(*rows).context
-    expected = tiny(name).compute_packed_features(*rows, use_transformers=True).context
+    actual = tiny(name).compute_packed_features(*rows).layer_features
+    expected = tiny(name).compute_packed_features(*rows, use_transformers=True).layer_features
     assert (actual - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
@@ -725,7 +725,7 @@ def test_threads_share_a_target(random_target, name):
             torch.arange(len(text))[None],
             torch.zeros(1, len(text), dtype=torch.long),
         )
-        return target.compute_packed_features(*rows, (1, 3)).context
+        return target.compute_packed_features(*rows, (1, 3)).layer_features
 
     texts = prompts(5, 9, 14, 6, 11, 8)
     alone = [features(text) for text in texts]

@@ -46,7 +46,7 @@ class RandomConditionals:
             self.log_q.append(scores)
 
     @property
-    def table(self):
+    def candidate_log_probs(self):
         first = self.log_q[0][:, 0]
         others = self.log_q[1:]
         rows, _, count = self.shape
@@ -54,12 +54,12 @@ class RandomConditionals:
             return first, first.new_zeros(rows, 0, count, count)
         return first, torch.stack(others, 1)
 
-    def begin(self):
+    def compute_first_log_probs(self):
         if not self.recurrent:
             return self.log_q[0], None
         return self.log_q[0], torch.zeros(len(self.tokens), 1, 1, dtype=torch.long)
 
-    def extend(self, slot, candidates, state):
+    def compute_next_log_probs(self, slot, candidates, state):
         context = candidates
         if self.recurrent:
             context = state[..., 0] * self.shape[2] + candidates
@@ -193,7 +193,7 @@ def test_degenerate_distributions_make_valid_trees(ngrams, method, recurrent, de
         assert len(set(paths.values())) == len(paths)
     parent_log_probs = tree.log_probs.gather(1, tree.parents)
     is_at_most_parent = tree.log_probs[:, 1:] <= parent_log_probs[:, 1:]
-    assert is_at_most_parent.all() or degeneration == "nan" or not method.ranked
+    assert is_at_most_parent.all() or degeneration == "nan" or not method.sorts_nodes_by_probability
 
 
 @pytest.mark.parametrize("width, budget, nodes", [(2, 14, 14), (3, 14, 12), (9, 3, 3), (5, 3, 3)])
@@ -222,7 +222,7 @@ def test_a_static_tree_has_the_likeliest_children_of_every_node(width, budget, n
 
 def test_a_chain_follows_the_head():
     class FakeConditionals:
-        def chain(self, length):
+        def draft_greedy_chain(self, length):
             tokens = torch.tensor([[4, 7, 9]])
             log_probs = torch.tensor([[-0.5, -0.25, -1.0]])
             return tokens[:, :length], log_probs[:, :length]
