@@ -12,8 +12,8 @@ It writes runs/embedded-target. How the files of data/embedded were made:
 - answers.jsonl: the model's continuations of prompts from its training text, by
   `./launch.sh regenerate target.path=runs/embedded-target data=embedded out=answers.jsonl`.
 - drafter/: a drafter with head=selector, trained by `./launch.sh train` on 20,413 such answers
-  (LOG.md, "tried for the repository's drafter"). ngrams has the n-grams that occur at least five
-  times in them, acceptance.json is from its evaluation.
+  (LOG.md, "Training the repository's drafter of the embedded target"). ngrams has the n-grams that
+  occur at least five times in them, acceptance.json is from its evaluation.
 - outside.jsonl: written by hand.
 """
 

@@ -233,7 +233,7 @@ class DART(Drafter):
 
         `fc` returns the hidden states of the last target layer in `layer_ids`. The mask vector
         becomes the mean input of the layer over random tokens, because a random mask vector would
-        be larger than the output of attention that is added to it (LOG.md). It stays random if the
+        be larger than the output of attention that is added to it. It stays random if the
         target's weights are not in memory.
         """
         init_projection_to_select_layer(self.fc, -1)
