@@ -316,5 +316,5 @@ def test_a_model_attends_to_both_sides_and_not_to_padding(model, shifted):
     )
     unshifted = MaskedModel(shifted.model, None, MASK_TOKEN_ID, shifted=False)
     assert torch.allclose(
-        shifted.logits(ids)[:, 1:], unshifted.compute_logits(ids)[:, :-1], atol=1e-5
+        shifted.compute_logits(ids)[:, 1:], unshifted.compute_logits(ids)[:, :-1], atol=1e-5
     )
