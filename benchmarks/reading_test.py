@@ -238,9 +238,12 @@ def sentences(group: str) -> list[Item]:
         paths = [path for path in paths if path != ROOT / ERROR_PAGE]
     items = []
     for path in paths:
+        previous_lines: list[str] = []
         for number, heading, lines in markdown_blocks(path.read_text()):
             is_table = lines[0].startswith("|")
-            context = "\n".join(lines)
+            # A table is read after the paragraph that introduces it.
+            context = "\n".join([*previous_lines, *lines] if is_table else lines)
+            previous_lines = lines
             units = lines[2:] if is_table else re.split(r"(?<=[.!?]) +(?=[^a-z])", " ".join(lines))
             for unit in units:
                 if len(unit.split()) >= MIN_SENTENCE_WORDS:
