@@ -221,11 +221,12 @@ def markdown_blocks(text: str) -> Iterator[tuple[int, str, list[str]]]:
         if line.lstrip().startswith("```"):
             in_code = not in_code
             line = ""
+        begins_heading = line.startswith("#") and not in_code
         begins_item = re.match(r"\s*([-*]|\d+\.) ", line) is not None
-        if block and (not line.strip() or line.startswith("#") or begins_item):
+        if block and (not line.strip() or begins_heading or begins_item):
             yield number - len(block), heading, block
             block = []
-        if line.startswith("#"):
+        if begins_heading:
             heading = line.lstrip("# ")
         elif line.strip() and not in_code:
             block.append(line)
