@@ -39,13 +39,13 @@ from inputs import add_prompt_options, load_cli_prompts
 
 from infer import DecodeOptions, load_drafter, load_target
 from infer.api import decode_prompts
-from infer.doctor.replay import compute_target_states, replay_chains
+from infer.doctor.replay import compute_features_and_agreement, replay_chains
 from infer.doctor.variations import list_feature_layers, share_first_key_norm
 from infer.drafters.base import Drafter
 from infer.drafters.dflash.model import DFlash
 from infer.evaluation.results import AcceptanceCounts
 from infer.formats.export import export_drafter
-from infer.targets.loading import resolve_path
+from infer.targets.loading import resolve_hub_id_or_folder
 from infer.targets.target import Target
 
 VLLM_SCRIPT = """
@@ -298,7 +298,7 @@ def replay_from_last_prompt_token(
     counts = replay_chains(
         target,
         drafter,
-        compute_target_states(target, contexts, segments, taps),
+        compute_features_and_agreement(target, contexts, segments, taps),
         taps,
         drafter.block_size,
     )
@@ -398,7 +398,7 @@ def main() -> None:
     full_vocabulary_drafter = load_drafter(work / "dflash", torch.float32)
     prompts = load_cli_prompts(args, target.tokenizer, external_prompts=24)
     job = {
-        "target": resolve_path(args.target),
+        "target": resolve_hub_id_or_folder(args.target),
         "prompts": prompts,
         "tokens": tokens,
         "more": tokens + drafter.block_size,  # so that the last counted round is not cut

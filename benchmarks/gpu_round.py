@@ -39,7 +39,7 @@ from gpu import (
 from infer import Engine
 from infer.config import EngineConfig, SamplingOptions
 from infer.engine.capture import CudaGraphs
-from infer.engine.proposals import make_proposal
+from infer.engine.proposals import run_drafter
 from infer.engine.runner import Runner
 from infer.engine.sampling import SamplingTensors
 from infer.engine.verification import SamplingBatch, count_chunk_nodes, walk
@@ -116,7 +116,7 @@ def time_stages(engine: Engine, nodes: int) -> dict[str, float]:
         milliseconds_by_stage[name] = measure_milliseconds(lambda: graphs.run(name, function))
         return result
 
-    with memory.cache.pad_batch(rows):
+    with memory.cache.fix_batch_size(rows):
         proposal = Proposal(memory.bonus_tokens, None)
         sampling_batch = SamplingBatch(
             SamplingTensors.from_options([], 1, memory.bonus_tokens.device),
@@ -126,10 +126,10 @@ def time_stages(engine: Engine, nodes: int) -> dict[str, float]:
             None,
         )
         if memory.draft_state is not None:
-            with memory.draft_state.cache.pad_batch(rows):
+            with memory.draft_state.cache.fix_batch_size(rows):
                 proposal = time_stage(
                     "draft",
-                    lambda: make_proposal(
+                    lambda: run_drafter(
                         memory, nodes, engine.options, runner.ngram_model, (), sampling_batch
                     ),
                 )

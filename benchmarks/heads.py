@@ -32,7 +32,7 @@ from infer import load_target
 from infer.api import decode_prompts
 from infer.config import DecodeOptions, DrafterConfig, HeadConfig
 from infer.engine.repetition import MAX_LOOP_PERIOD_TOKENS
-from infer.evaluation.replay import acceptance_length
+from infer.evaluation.replay import compute_acceptance_length_or_ratio
 from infer.formats.checkpoint import load_drafter, save_drafter
 from infer.targets.target import Features
 from train.batches import draw_blocks
@@ -342,10 +342,12 @@ def format_cell(runs: list[dict], baseline_runs: list[dict] | None, budget: str)
     tokens_and_rounds, baseline_tokens_and_rounds = (
         np.stack(side, -1) for side in sides
     )  # (n, 2) tokens and rounds of every prompt
-    tau, (low, high) = acceptance_length(tokens_and_rounds)
+    tau, (low, high) = compute_acceptance_length_or_ratio(tokens_and_rounds)
     if baseline_runs is None or baseline_runs is runs:
         return f"{tau:.3f} ({low:.2f} to {high:.2f})"
-    speedup, (low, high) = acceptance_length(tokens_and_rounds, baseline_tokens_and_rounds)
+    speedup, (low, high) = compute_acceptance_length_or_ratio(
+        tokens_and_rounds, baseline_tokens_and_rounds
+    )
     return (
         f"{tau:.3f} +{100 * (speedup - 1):.1f} % ({100 * (low - 1):.0f} to {100 * (high - 1):.0f})"
     )

@@ -18,7 +18,7 @@ from infer import DecodeOptions, load_drafter, load_target
 from infer.api import decode_prompts
 from infer.config import EngineConfig
 from infer.evaluation.lossless import classify_difference
-from infer.evaluation.metrics import acceptance_length, count_tokens_and_rounds
+from infer.evaluation.metrics import compute_acceptance_length_or_ratio, count_tokens_and_rounds
 
 
 def list_compatible_engines(args: argparse.Namespace) -> list[EngineConfig]:
@@ -108,7 +108,7 @@ def main() -> None:
                         method = engine.method + ("+continuity" if has_ngrams else "")
                         if engine.method != "chain":
                             method += f" {engine.budget}"
-                        tau = acceptance_length(
+                        tau = compute_acceptance_length_or_ratio(
                             count_tokens_and_rounds(text.commits for text in texts)
                         )[0]
                         report(f"{label} {method}, rows {rows}", [text.ids for text in texts], tau)

@@ -31,7 +31,7 @@ from infer.evaluation.measurement import synchronised_clock
 from infer.targets.target import Target
 from train.batches import draw_blocks
 from train.config import ObjectiveConfig, OptimConfig, TrainConfig
-from train.engine import compute_dtype, target_dtype
+from train.engine import get_drafter_matmul_dtype, get_training_target_dtype
 from train.objective import position_weights
 from train.optim import make_optimizer
 from train.step import compute_block_loss, compute_drafter_states, compute_loss_from_states
@@ -47,7 +47,7 @@ def build_models(args) -> tuple[Target, DFlash, dict[str, torch.Tensor], TrainCo
     device = torch.device(args.device)
     train = TrainConfig(anchors_per_sequence=args.anchors, gradient_checkpointing=args.recompute)
     train.optim.precision = args.precision
-    weight_dtype = target_dtype(train, device)
+    weight_dtype = get_training_target_dtype(train, device)
     heads = args.hidden // 64 if args.heads is None else args.heads
     config = Qwen3Config(
         vocab_size=args.vocabulary,
@@ -86,7 +86,7 @@ def build_models(args) -> tuple[Target, DFlash, dict[str, torch.Tensor], TrainCo
     train.data.length = args.length
     train.optim.batch_size = args.batch
     drafter.recompute = args.recompute
-    half = compute_dtype(train, device) != torch.float32
+    half = get_drafter_matmul_dtype(train, device) != torch.float32
     drafter.forward = torch.autocast(args.device, torch.bfloat16, enabled=half)(drafter.forward)
     if args.compile:
         drafter.compile(dynamic=False)

@@ -50,7 +50,9 @@ def require_type(
     return value
 
 
-def rename_keys(record: object, aliases: dict[str, str], message: str) -> dict[str, Any]:
+def rename_keys_and_drop_nulls(
+    record: object, aliases: dict[str, str], message: str
+) -> dict[str, Any]:
     """Return a copy of a record without null values, with its keys renamed to the standard keys.
 
     aliases: keys are the key names of other record formats, values are the standard keys
@@ -86,11 +88,11 @@ def parse_json(value: object, expected_type: type[Value], name: str) -> Value:
     return require_type(value, expected_type, f"{name} are not a JSON {expected_type.__name__}")
 
 
-def normalise_example(record: object, with_answer: bool = True) -> dict[str, Any]:
+def normalise_example(record: object, ends_with_answer: bool = True) -> dict[str, Any]:
     """Convert a record of any supported format to an example {"prompt", "text", "cut", "chat"}.
 
-    with_answer: if True, the returned chat ends with its last answer; if False, it ends with its
-        last question
+    ends_with_answer: if True, the returned chat ends with its last answer; if False, it ends with
+        its last question
 
     Keys of the returned example:
     - "chat": {"messages", "tools", "template"}, or None for a record without messages. "template"
@@ -100,7 +102,7 @@ def normalise_example(record: object, with_answer: bool = True) -> dict[str, Any
     - "cut": whether the text was cut off before its end, according to the record's "finish" or
       "finish_reason"
 
-    If `with_answer` is True, a chat ends early with its first answer that was cut off. If this
+    If `ends_with_answer` is True, a chat ends early with its first answer that was cut off. If this
     answer was cut off within its reasoning, the chat ends with the answer before it.
 
     Supported formats of records:
@@ -113,9 +115,9 @@ def normalise_example(record: object, with_answer: bool = True) -> dict[str, Any
     - {"text"}
 
     Raises InvalidExample if the record is malformed. Raises ExcludedExample if the record has
-    nothing to train on, or has no question and `with_answer` is False.
+    nothing to train on, or has no question and `ends_with_answer` is False.
     """
-    fields = rename_keys(record, COLUMN_ALIASES, "an example must be a JSON object")
+    fields = rename_keys_and_drop_nulls(record, COLUMN_ALIASES, "an example must be a JSON object")
     prompt = fields.get("prompt", "")
     response = fields.get("response", "")
 
@@ -124,7 +126,7 @@ def normalise_example(record: object, with_answer: bool = True) -> dict[str, Any
     elif isinstance(prompt, list) and isinstance(response, list):
         fields["messages"] = prompt + response
     if fields.get("messages"):
-        chat = _normalise_chat(fields, with_answer)
+        chat = _normalise_chat(fields, ends_with_answer)
         return {"prompt": "", "text": "", "cut": False, "chat": chat}
 
     if not {"text", "response", "prompt"} & fields.keys():
@@ -134,7 +136,7 @@ def normalise_example(record: object, with_answer: bool = True) -> dict[str, Any
     text = fields.get("text", response)
     for value in (text, prompt):
         require_type(value, str, "text, prompt and response must be strings")
-    if with_answer and prompt and not text.strip():
+    if ends_with_answer and prompt and not text.strip():
         raise ExcludedExample(NO_ANSWER_EXCLUSION_REASON)
     if not text.strip() and not prompt:
         raise ExcludedExample("the text is empty")
@@ -151,10 +153,10 @@ def _build_alpaca_messages(fields: dict) -> list[dict]:
     ]
 
 
-def _normalise_chat(fields: dict, with_answer: bool) -> dict[str, Any]:
+def _normalise_chat(fields: dict, ends_with_answer: bool) -> dict[str, Any]:
     """Convert a record that has messages to a chat {"messages", "tools", "template"}.
 
-    with_answer: if True, the chat ends with its last answer; if False, with its last question
+    ends_with_answer: if True, the chat ends with its last answer; if False, with its last question
     """
     raw_messages = require_type(fields["messages"], list, "messages must be a list")
     messages = [_normalise_message(message) for message in raw_messages]
@@ -166,16 +168,16 @@ def _normalise_chat(fields: dict, with_answer: bool) -> dict[str, Any]:
         }
         messages.append(_normalise_message(answer))
 
-    if with_answer:
+    if ends_with_answer:
         messages = _truncate_after_cut_answer(messages)
-    # For training (with_answer), a last question without an answer is dropped, because none of its
-    # tokens carries loss. Otherwise the answer to the last question is dropped, because the target
-    # will generate a new one.
-    while messages and (messages[-1]["role"] == "assistant") != with_answer:
+    # For training (ends_with_answer), a last question without an answer is dropped, because none of
+    # its tokens carries loss. Otherwise the answer to the last question is dropped, because the
+    # target will generate a new one.
+    while messages and (messages[-1]["role"] == "assistant") != ends_with_answer:
         messages.pop()
 
     answers = [message for message in messages if message["role"] == "assistant"]
-    if with_answer and not any(_has_answer_content(answer) for answer in answers):
+    if ends_with_answer and not any(_has_answer_content(answer) for answer in answers):
         raise ExcludedExample(NO_ANSWER_EXCLUSION_REASON)
     if not messages:
         raise ExcludedExample("the chat has no user message to answer")
@@ -232,7 +234,7 @@ def _normalise_message(raw_message: object) -> dict[str, Any]:
     reason), "weight" (only 0, for an answer that is not trained on) and "token_ids" (the ids of
     the generated tokens).
     """
-    fields = rename_keys(
+    fields = rename_keys_and_drop_nulls(
         raw_message, MESSAGE_KEY_ALIASES, "messages must be objects with role and content"
     )
     if fields.get("function_call"):

@@ -102,7 +102,7 @@ class ExampleCounts:
                 f"{int(max_invalid_count):,}. First: {self.first_invalid}"
             )
 
-    def summarise(self) -> str:
+    def summarise_unused(self) -> str:
         """Return a text for an error message: the most frequent reasons, with their counts."""
         reasons = Counter(self.excluded) + Counter(self.invalid)
         clauses = [

@@ -27,7 +27,7 @@ from data.counts import ExampleCounts, ExcludedExample, get_error_reason
 from data.rows import (
     DATA_CACHE_FORMAT_VERSION,
     DataConfig,
-    compute_dataset_digest,
+    digest_data_options_and_file_stats,
     expand_mixture,
     read_training_examples,
 )
@@ -47,7 +47,7 @@ RECORDS_PER_CACHE_WRITE = (
     256  # number of examples or packed sequences that one write to the cache contains
 )
 # Error numbers of a disk that is full, over quota or read-only, or that refuses such large files.
-DISK_WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+DISK_WRITE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
 Segment = tuple[list[int], list[bool]]  # token ids, and the loss mask with one value per token
 ReportProgress = Callable[[int, int], None]  # arguments: examples done, number of all examples
@@ -143,7 +143,7 @@ def pack_segments(
 
 
 def generate_example_cache_rows(config: DataConfig) -> Iterator[dict[str, str]]:
-    """Yield what `load_raw_examples` stores in its cache for one data set, as rows of a table.
+    """Yield what `load_training_examples` stores in its cache for one data set, as rows of a table.
 
     Every row except the last holds a training example, as JSON in the column "row". The last row
     holds the counts of used and unused examples, as JSON in the column "counts". Examples are
@@ -166,7 +166,7 @@ class CountedDataset:
     counts: ExampleCounts
 
 
-def load_raw_examples(config: DataConfig) -> CountedDataset:
+def load_training_examples(config: DataConfig) -> CountedDataset:
     """Return the training examples of one data set, as JSON in the column `row`.
 
     The first call writes the examples to the memory-mapped cache of the library `datasets`. Later
@@ -175,7 +175,7 @@ def load_raw_examples(config: DataConfig) -> CountedDataset:
     from datasets import Dataset, Features, Value
 
     columns = Features({"row": Value("string"), "counts": Value("string")})
-    digest = compute_dataset_digest(config)
+    digest = digest_data_options_and_file_stats(config)
     with unwrap_dataset_generation_errors():
         cached = Dataset.from_generator(
             generate_example_cache_rows, columns, gen_kwargs={"config": config}, fingerprint=digest
@@ -189,7 +189,7 @@ def load_raw_examples(config: DataConfig) -> CountedDataset:
 def unwrap_dataset_generation_errors() -> Generator[None]:
     """Raise the cause of a DatasetGenerationError instead of the DatasetGenerationError itself.
 
-    This applies inside the `with` block. If the cause is an OSError of DISK_WRITE_ERRORS, this
+    This applies inside the `with` block. If the cause is an OSError of DISK_WRITE_ERRNOS, this
     OSError is raised unchanged. If the cause is another OSError or a ValueError, the data cannot be
     read, and a ValueError with the message of the cause is raised.
     """
@@ -199,7 +199,7 @@ def unwrap_dataset_generation_errors() -> Generator[None]:
         yield
     except DatasetGenerationError as error:
         cause = error.__cause__
-        if isinstance(cause, OSError) and cause.errno in DISK_WRITE_ERRORS:
+        if isinstance(cause, OSError) and cause.errno in DISK_WRITE_ERRNOS:
             raise cause from None
         if isinstance(cause, ValueError | OSError):
             raise ValueError(f"training examples cannot be read: {cause}") from None
@@ -219,7 +219,7 @@ def load_mixed_examples(config: DataConfig) -> CountedDataset:
     datasets = []
     weights = []
     for data, weight in expand_mixture(config):
-        raw = load_raw_examples(data)
+        raw = load_training_examples(data)
         assert raw.dataset is not None
         counts.add_counts(raw.counts)
         datasets.append(raw.dataset)
@@ -381,7 +381,10 @@ def compute_cache_key(config: DataConfig, digest: str) -> str:
 
     digest: digest of the tokenizer and its chat template
     """
-    datasets = [(compute_dataset_digest(data), weight) for data, weight in expand_mixture(config)]
+    datasets = [
+        (digest_data_options_and_file_stats(data), weight)
+        for data, weight in expand_mixture(config)
+    ]
     key_fields = [DATA_CACHE_FORMAT_VERSION, digest, datasets, config.max_examples, config.length]
     return hashlib.sha256(json.dumps(key_fields).encode()).hexdigest()[:32]
 
@@ -463,7 +466,7 @@ def refuse_empty_dataset(counts: ExampleCounts) -> None:
         advice = "; run ./launch.sh regenerate to let the target generate answers"
     elif counts.held_out:
         advice = "; every tenth example is held out for evaluation, so add more examples"
-    raise ValueError(f"no example to train on; {counts.summarise()}{advice}")
+    raise ValueError(f"no example to train on; {counts.summarise_unused()}{advice}")
 
 
 def tokenize_training_examples(

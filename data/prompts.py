@@ -54,14 +54,14 @@ class Prompt:
         results are reported for each kind
     report_group: name of a group of prompts whose results are reported separately; None for a
         held-out prompt, which is in no such group
-    request_text: text that a server tokenises to `ids`; empty if no text does
-    chat: whether a client must send `request_text` as a chat message instead of plain text
+    text_with_same_tokens: text that a server tokenises to `ids`; empty if no text does
+    chat: whether a client must send `text_with_same_tokens` as a chat message instead of plain text
     """
 
     ids: list[int]
     kind: str
     report_group: str | None = None
-    request_text: str = ""
+    text_with_same_tokens: str = ""
     chat: bool = False
 
 
@@ -111,7 +111,7 @@ def select_evaluation_prompts(
             if len(ids) > 1 and not text_prompts and not windows:
                 half = min(prompt_tokens, len(ids) // 2)
                 first_halves.append(Prompt(ids[:half], MID_TEXT_PROMPT_KIND))
-        if _has_enough_of_each_kind(prompts_by_kind, count):
+        if _has_equal_share_of_each_kind(prompts_by_kind, count):
             break
 
     prompts_of_kinds = round_robin(prompts_by_kind.values())
@@ -138,7 +138,7 @@ def _select_text_prompts(
     prompt_tokens: number of tokens of a prompt
     """
     prompts = []
-    for kind, end in _find_prompt_ends(text, tokenizer, len(ids), prompt_tokens):
+    for kind, end in _find_prompt_kinds_and_ends(text, tokenizer, len(ids), prompt_tokens):
         prompts.append(Prompt(ids[end - prompt_tokens : end], kind))
     return prompts
 
@@ -156,7 +156,7 @@ def _select_later_windows(ids: list[int], prompt_tokens: int, skip_start: bool) 
     return [Prompt(ids[start : start + prompt_tokens], MID_TEXT_PROMPT_KIND) for start in starts]
 
 
-def _has_enough_of_each_kind(prompts_by_kind: dict[str, list[Prompt]], count: int) -> bool:
+def _has_equal_share_of_each_kind(prompts_by_kind: dict[str, list[Prompt]], count: int) -> bool:
     """Return whether each kind of plain-text prompt has its equal share of `count` prompts."""
     kinds = (TEXT_START_PROMPT_KIND, *CODE_PROMPT_END_PATTERNS)
     return all(len(prompts_by_kind.get(kind, ())) * len(kinds) >= count for kind in kinds)
@@ -215,15 +215,15 @@ def describe_prompt_shortage(count: int, requested: int) -> str | None:
 
 
 def _select_chat_prompt(
-    chat: dict, tokenizer: "PreTrainedTokenizerBase", max_tokens: int, chat_number: int
+    chat: dict, tokenizer: "PreTrainedTokenizerBase", max_tokens: int, answers_to_skip: int
 ) -> list[int]:
     """Return the token ids of a prompt: all messages of a chat before one of its answers.
 
     The prompt has at most `max_tokens` tokens. If even the messages before the first answer have
     more tokens, the last `max_tokens` of these tokens are returned.
 
-    chat_number: chooses among the answers with at most `max_tokens` tokens before them: 0 chooses
-        the last of these answers, 1 the second last, and so on
+    answers_to_skip: chooses among the answers with at most `max_tokens` tokens before them: 0
+        chooses the last of these answers, 1 the second last, and so on
 
     Raises ValueError if the chat has no question, or the chat template cannot render the chat.
     """
@@ -244,10 +244,10 @@ def _select_chat_prompt(
         fitting_prompts.append(ids)
     if not fitting_prompts:
         return ids[-max_tokens:]
-    return fitting_prompts[-1 - chat_number % len(fitting_prompts)]
+    return fitting_prompts[-1 - answers_to_skip % len(fitting_prompts)]
 
 
-def _find_prompt_ends(
+def _find_prompt_kinds_and_ends(
     text: str, tokenizer: "PreTrainedTokenizerBase", text_tokens: int, prompt_tokens: int
 ) -> Iterator[tuple[str, int]]:
     """Yield (kind of prompt, token index at which the prompt ends) for prompts from a plain text.

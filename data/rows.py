@@ -22,7 +22,7 @@ from data.counts import ExampleCounts, ExcludedExample, InvalidExample, get_erro
 
 # Training examples for source=embedded: answers that the embedded target (the small model in this
 # repository) generated for prompts from its own training text.
-EMBEDDED_ANSWERS_FILE = Path(__file__).resolve().parent / "embedded" / "answers.jsonl"
+EMBEDDED_TARGET_ANSWERS_FILE = Path(__file__).resolve().parent / "embedded" / "answers.jsonl"
 
 DATA_SOURCES = ("embedded", "stdlib", "jsonl", "hub", "mixture", "self")
 EXAMPLE_FILE_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet", ".txt")
@@ -33,7 +33,7 @@ EXAMPLE_FILE_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet", ".txt")
 DATA_CACHE_FORMAT_VERSION = 6
 
 MAX_JSONL_LINE_CHARACTERS = 64 << 20  # longer lines of a .jsonl file are invalid examples
-MAX_EXAMPLE_FILE_BYTES = 64 << 20  # maximum size of a .txt file, which is read as one example
+MAX_TEXT_FILE_BYTES = 64 << 20  # maximum size of a .txt file, which is read as one example
 
 # Of the first EXAMPLES_WITH_DENSE_HOLD_OUT examples of a user's data set, every 10th is held out
 # for evaluation. Of the examples after these, every 50th is held out.
@@ -142,13 +142,13 @@ class DataConfig:
             )
         if self.source == "jsonl" and not Path(path).exists():
             raise ValueError(missing)
-        if self.source == "hub" and not Path(path).exists() and looks_like_file(path):
+        if self.source == "hub" and not Path(path).exists() and looks_like_local_path(path):
             raise ValueError(
                 f"{missing}, and the name of a data set on the hub has the form <owner>/<name>"
             )
         if self.source in ("embedded", "stdlib"):
             advice = ""
-            if not looks_like_file(path):
+            if not looks_like_local_path(path):
                 advice = f"; to read a data set of the hub, use data=hub data.path={path}"
             raise ValueError(missing + advice)
 
@@ -167,7 +167,7 @@ def resolve_source(source: str, path: str | None) -> str:
     return "jsonl"
 
 
-def looks_like_file(path: str) -> bool:
+def looks_like_local_path(path: str) -> bool:
     """Return whether a path must be a file or folder, because it cannot be a data set on the hub.
 
     The name of a data set on the hub has the form <owner>/<name>.
@@ -280,8 +280,8 @@ def _read_json_list(file: Path) -> Iterator[object]:
 
 def _read_text_file(file: Path) -> Iterator[object]:
     """Yield the whole file as one record {"text"}. Raises ValueError if the file is too large."""
-    if file.stat().st_size > MAX_EXAMPLE_FILE_BYTES:
-        max_megabytes = MAX_EXAMPLE_FILE_BYTES >> 20
+    if file.stat().st_size > MAX_TEXT_FILE_BYTES:
+        max_megabytes = MAX_TEXT_FILE_BYTES >> 20
         raise ValueError(
             f"the text file has more than {max_megabytes} MB; split it, or use a .jsonl file"
         )
@@ -324,11 +324,11 @@ def refuse_self_source(config: DataConfig) -> None:
 
 
 def read_examples(
-    config: DataConfig, with_answer: bool = True, counts: ExampleCounts | None = None
+    config: DataConfig, ends_with_answer: bool = True, counts: ExampleCounts | None = None
 ) -> Iterator[dict[str, Any]]:
     """Yield the examples of one data set in files or on the hub, without duplicates.
 
-    with_answer: if True, each chat ends with its last answer; if False, with its last question
+    ends_with_answer: if True, each chat ends with its last answer; if False, with its last question
     counts: updated with the numbers of used, excluded and invalid examples while examples are read
 
     Raises ValueError if there are no examples, or if more than the fraction
@@ -343,7 +343,7 @@ def read_examples(
         try:
             if isinstance(record, ValueError):
                 raise record
-            example = normalise_example(record, with_answer)
+            example = normalise_example(record, ends_with_answer)
             # For a text with half of a surrogate pair, encode() raises UnicodeEncodeError. This is
             # a ValueError, so the example is counted as invalid.
             content = json.dumps(example, sort_keys=True, ensure_ascii=False).encode()
@@ -418,7 +418,9 @@ def read_training_examples(
     if config.source == "stdlib":
         examples = _read_stdlib_examples("train", counts)
     elif config.source == "embedded":
-        examples = read_examples(replace(config, path=str(EMBEDDED_ANSWERS_FILE)), counts=counts)
+        examples = read_examples(
+            replace(config, path=str(EMBEDDED_TARGET_ANSWERS_FILE)), counts=counts
+        )
     else:
         examples = _skip_held_out(read_examples(config, counts=counts), counts)
     yield from islice(examples, config.max_examples)
@@ -461,17 +463,17 @@ def read_questions(
         counts = ExampleCounts()
     for dataset, _ in expand_mixture(config):
         if dataset.source in ("jsonl", "hub"):
-            examples = read_examples(dataset, with_answer=False, counts=counts)
+            examples = read_examples(dataset, ends_with_answer=False, counts=counts)
         else:
             examples = read_training_examples(dataset, counts)
         yield from islice(examples, config.max_examples)
     if not counts.used:
         raise ValueError(
-            f"data.path={config.path} contains no question to answer; {counts.summarise()}"
+            f"data.path={config.path} contains no question to answer; {counts.summarise_unused()}"
         )
 
 
-def compute_dataset_digest(config: DataConfig) -> str:
+def digest_data_options_and_file_stats(config: DataConfig) -> str:
     """Return a digest that identifies the examples of one data set, for cache keys.
 
     The digest is computed from DATA_CACHE_FORMAT_VERSION, the options, and the sizes and
@@ -482,7 +484,7 @@ def compute_dataset_digest(config: DataConfig) -> str:
         assert config.path is not None
         files = list_data_files(config.path)
     elif config.source == "embedded":
-        files = [EMBEDDED_ANSWERS_FILE]
+        files = [EMBEDDED_TARGET_ANSWERS_FILE]
     stamps = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
     options = [config.source, config.path, config.split, config.max_examples]

@@ -67,27 +67,28 @@ class QuestionSet:
 
     name: name of the question set in the option suite.sets
     title: name of the question set in the result table
-    count: number of questions that the published results use
+    published_question_count: number of questions that the published results use
     hub: name of the data set on the Hugging Face hub
     columns: names of the columns from which a question is built
-    prompt: a format string with the names of columns, or a function of a row. The function returns
-        the text of the question, or a list of texts, one for each turn of the chat
+    question_format: a format string with the names of columns, or a function of a row. The function
+        returns the text of the question, or a list of texts, one for each turn of the chat
     split: split of the data set on the hub
     configuration: configuration (subset) of the data set on the hub; None for the default
-    files: names of the files to read, if `datasets` cannot load the hub repository as a data set
+    hub_files: names of the files to read, if `datasets` cannot load the hub repository as a data
+        set
     category: only rows with this value in the column "category" belong to the question set. None
         means all rows
     """
 
     name: str
     title: str
-    count: int
+    published_question_count: int
     hub: str
     columns: tuple[str, ...]
-    prompt: str | Callable[[dict], str | list[str]]
+    question_format: str | Callable[[dict], str | list[str]]
     split: str = "test"
     configuration: str | None = None
-    files: tuple[str, ...] = ()
+    hub_files: tuple[str, ...] = ()
     category: str | None = None
 
     def format_turns(self, row: dict) -> list[str]:
@@ -95,13 +96,13 @@ class QuestionSet:
 
         Raises KeyError for a missing column.
         """
-        if isinstance(self.prompt, str):
-            return [self.prompt.format_map(row)]
-        texts = self.prompt(row)
+        if isinstance(self.question_format, str):
+            return [self.question_format.format_map(row)]
+        texts = self.question_format(row)
         return [texts] if isinstance(texts, str) else texts
 
     @property
-    def local_file_name(self) -> str:
+    def local_file_stem(self) -> str:
         """The name, without suffix, of the file with this question set in suite.folder.
 
         Question sets with a category share a file, which has the name of their configuration.
@@ -158,7 +159,7 @@ DDTREE_QUESTION_SETS = (
         ("question_content", "starter_code"),
         format_livecodebench_question,
         split="train",  # name of the split when `datasets` loads single files
-        files=LIVECODEBENCH_FILES,
+        hub_files=LIVECODEBENCH_FILES,
     ),
     QuestionSet("math500", "MATH-500", 128, "HuggingFaceH4/MATH-500", ("problem",), MATH_PROMPT),
     QuestionSet(
@@ -327,7 +328,7 @@ class SuiteConfig:
             available = [
                 question_set.name
                 for question_set in public_sets
-                if question_set.local_file_name in local_files
+                if question_set.local_file_stem in local_files
             ]
         if not available:
             raise ValueError(
@@ -382,8 +383,11 @@ def load_suite(config: SuiteConfig) -> list[LoadedQuestionSet]:
             limit = config.max_questions
         else:
             title = question_set.title
-            file_name = question_set.local_file_name
-            limit = min(question_set.count, config.max_questions or question_set.count)
+            file_name = question_set.local_file_stem
+            limit = min(
+                question_set.published_question_count,
+                config.max_questions or question_set.published_question_count,
+            )
 
         if local_files:
             records = _read_all_records(local_files[file_name])
@@ -438,8 +442,8 @@ def load_hub_records(question_set: QuestionSet) -> Iterator[tuple[str, dict]]:
 
     hub = question_set.hub
     try:
-        if question_set.files:
-            urls = [f"hf://datasets/{hub}/{name}" for name in question_set.files]
+        if question_set.hub_files:
+            urls = [f"hf://datasets/{hub}/{name}" for name in question_set.hub_files]
             rows: Any = load_dataset("json", data_files=urls, split=question_set.split)
         else:
             rows = load_dataset(hub, question_set.configuration, split=question_set.split)

@@ -239,7 +239,7 @@ def build_training_texts(tokenizer: "PreTrainedTokenizerBase", chat: dict) -> li
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        has_reasoning = bool(split_answer(message)["reasoning"])
+        has_reasoning = bool(extract_answer_sections(message)["reasoning"])
         if has_reasoning and "</think>" in markers.generation_prompt:
             reason = "an answer has reasoning, but the chat template's variables turn reasoning off"
             raise ExcludedExample(reason, f"message {index}")
@@ -269,7 +269,7 @@ def build_training_texts(tokenizer: "PreTrainedTokenizerBase", chat: dict) -> li
     return separate_texts
 
 
-def split_answer(answer: dict) -> dict[str, str]:
+def extract_answer_sections(answer: dict) -> dict[str, str]:
     """Split an answer into sections. Return a dictionary from the section's name to its text.
 
     The sections are "reasoning" (may be ""), "content" and "tool_call". "content" is missing if the
@@ -313,7 +313,7 @@ def _insert_placeholders(answer: dict, index: int) -> dict:
     if inline:
         reasoning = inline[1] + placeholders["reasoning"] + inline[3]
         result["content"] = reasoning + placeholders["content"]
-    elif "content" in split_answer(answer):
+    elif "content" in extract_answer_sections(answer):
         result["content"] = placeholders["content"]
 
     if answer.get("tool_calls"):
@@ -347,7 +347,7 @@ def locate_answers(
         index = int(number)
         section = section_names[word]
         location = locations.setdefault(index, AnswerLocation(prefix, position))
-        text = split_answer(messages[index])[section]
+        text = extract_answer_sections(messages[index])[section]
         shown_text = _match_stripped(rendered, position, text, suffix)
         if shown_text is None or section in location.sections:
             raise ExcludedExample(ANSWER_CHANGED_EXCLUSION_REASON, f"message {index}")

@@ -342,7 +342,7 @@ def check_prompt_lengths(
 
     prompts: token ids of each prompt
     """
-    output_positions = options.output_positions(options.max_new_tokens)
+    output_positions = options.count_output_positions(options.max_new_tokens)
     positions = max(map(len, prompts), default=0) + output_positions
     limit = max_positions(target)
     if positions > limit:

@@ -13,13 +13,13 @@ from typing import Any, Self, TypeVar
 
 from infer.drafters.families import check_family_and_layers, check_family_options
 from infer.drafters.heads.table import check_head_options
-from infer.trees.methods import TREE_METHODS, TreeMethod, require_method
+from infer.trees.methods import TREE_METHODS, TreeMethod, require_method_installed
 from infer.utils.checks import (
     TEXT_OR_FILE_METADATA_KEY,
     require_at_least,
     require_one_of,
     require_positive,
-    require_temperature,
+    require_valid_temperature,
 )
 
 # Two values of the option `ngrams` that are not file names.
@@ -286,7 +286,7 @@ class SamplingOptions:
                 f"where the grammar ends: remove ignore_eos or {grammars[0]}"
             )
         require_at_least(self, max_new_tokens=1, top_k=0, loop_period=0)
-        require_temperature(self)
+        require_valid_temperature(self)
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p}: must be above 0 and at most 1")
         if not 0 <= self.min_p <= 1:
@@ -388,13 +388,13 @@ class EngineConfig:
         """Whether the tree method needs a drafter; `plain` does not."""
         return self.tree_method.needs_drafter
 
-    def output_positions(self, tokens: int) -> int:
+    def count_output_positions(self, tokens: int) -> int:
         """Return how many positions of the KV cache an output of `tokens` tokens needs."""
         return tokens
 
     def check(self) -> None:
         """Raise ValueError for an unknown tree method, or options that it does not support."""
-        require_method(self.method)
+        require_method_installed(self.method)
         require_one_of(self, method=TREE_METHODS)
         require_at_least(
             self, width=1, max_num_seqs=1, max_num_batched_tokens=1, prefix_cache_mib=0
@@ -500,7 +500,7 @@ class EvaluationConfig:
             max_prompt_tokens=1,
             max_new_tokens=1,
         )
-        require_temperature(self, "evaluation.")
+        require_valid_temperature(self, "evaluation.")
         require_positive(self, "evaluation.", "max_minutes")
         if not self.budgets or any(budget < 1 for budget in self.budgets):
             raise ValueError(

@@ -22,17 +22,17 @@ class Command:
     The default options of a command are in conf/<command>.yaml.
 
     help: one line that says what the command does
-    options: "module:name" of the option dataclass
+    options_class_path: "module:name" of the option dataclass
     run: "module:name" of the function that runs the command; its argument is the options
     """
 
     help: str
-    options: str
+    options_class_path: str
     run: str
 
     def import_options_class(self) -> type:
         """Import the option dataclass and return it."""
-        return resolve_name(self.options)
+        return resolve_name(self.options_class_path)
 
     def import_and_run(self, options: object) -> None:
         """Import the function that runs the command, and call it with the options."""
@@ -89,8 +89,10 @@ _ALL_COMMANDS = {
     ),
 }
 # The commands that can be run. Commands of optional packages that are not installed are left out.
-COMMANDS = {
-    name: command for name, command in _ALL_COMMANDS.items() if is_installed(command.options)
+INSTALLED_COMMANDS = {
+    name: command
+    for name, command in _ALL_COMMANDS.items()
+    if is_installed(command.options_class_path)
 }
 
 
@@ -113,10 +115,10 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"blockdraft {package_version()}")
         return
     if name not in _ALL_COMMANDS:
-        exit_with_error(f"unknown command '{name}': use one of {', '.join(COMMANDS)}")
+        exit_with_error(f"unknown command '{name}': use one of {', '.join(INSTALLED_COMMANDS)}")
 
     command = _ALL_COMMANDS[name]
-    missing_package = explain_missing_module(command.options, f"command {name}")
+    missing_package = explain_missing_module(command.options_class_path, f"command {name}")
     if missing_package is not None:
         exit_with_error(missing_package)
     try:
@@ -134,7 +136,7 @@ def main(arguments: list[str] | None = None) -> None:
 def print_usage() -> None:
     """Print how a command is called, and the list of installed commands."""
     print("Usage: blockdraft COMMAND [KEY=VALUE ...]\n")
-    for name, command in COMMANDS.items():
+    for name, command in INSTALLED_COMMANDS.items():
         print(f"  {name:<11}{command.help}")
     print("\nCOMMAND --help explains every KEY. --version prints the version.")
 

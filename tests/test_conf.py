@@ -10,15 +10,15 @@ import pytest
 from omegaconf import OmegaConf
 
 from infer.config import TargetConfig
-from infer.main import COMMANDS
-from infer.utils.hydra_app import CONFIG_FOLDER, compose_options, run_command
-from infer.utils.renamed_options import translate_saved_config
+from infer.main import INSTALLED_COMMANDS
+from infer.utils.hydra_app import CONFIG_FOLDER, compose_checked_options, run_command
+from infer.utils.renamed_options import rename_old_options
 from train.config import TrainConfig
 
 
 def composed(name: str, overrides: list[str]):
     """Return the checked options of a command."""
-    return compose_options(name, COMMANDS[name].import_options_class(), overrides)
+    return compose_checked_options(name, INSTALLED_COMMANDS[name].import_options_class(), overrides)
 
 
 def group_choices(group: str) -> list[str]:
@@ -30,7 +30,7 @@ def group_choices(group: str) -> list[str]:
     "name",  # "study" composes every variant, which is slow
     [
         pytest.param(name, marks=[pytest.mark.robustness] if name == "study" else [])
-        for name in COMMANDS
+        for name in INSTALLED_COMMANDS
     ],
 )
 def test_entry_configs_compose(name):
@@ -106,7 +106,7 @@ def test_every_model_is_composed_as_before_hydras_own_command_line(repo):
         if model in ("hf", "smollm2"):  # these presets need a target or data
             overrides += {"hf": ["target.path=/model"], "smollm2": [f"data.path={__file__}"]}[model]
             options["target" if model == "hf" else "data"]["path"] = overrides[-1].partition("=")[2]
-        options = translate_saved_config(options)
+        options = rename_old_options(options)
         del options["data"]["bad_rows"]
         options["data"]["max_invalid_fraction"] = 0.05
         options["optim"]["clock"] = "wall"

@@ -12,7 +12,7 @@ import pytest
 
 import infer.main
 
-LAUNCH_COMMANDS = (*infer.main.COMMANDS, "test", "help")
+LAUNCH_COMMANDS = (*infer.main.INSTALLED_COMMANDS, "test", "help")
 
 
 @pytest.fixture
@@ -81,8 +81,8 @@ def test_commands_for_users_need_neither_data_nor_train(repo, command):
     code = (
         "import sys; sys.modules.update(data=None, train=None)\n"
         "from pkgutil import resolve_name\n"
-        "from infer.main import COMMANDS\n"
-        f"command = COMMANDS[{command!r}]\n"
+        "from infer.main import INSTALLED_COMMANDS\n"
+        f"command = INSTALLED_COMMANDS[{command!r}]\n"
         "command.import_options_class()().check; resolve_name(command.run)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=repo, capture_output=True, text=True)

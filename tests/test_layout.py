@@ -17,7 +17,7 @@ import pytest
 
 import infer
 from infer.utils import installation
-from infer.utils.installation import EXTRA_MODULES, describe_missing_module
+from infer.utils.installation import MODULES_BY_EXTRA, describe_missing_module
 from infer.utils.optional import is_installed
 
 REPOSITORY_ROOT = Path(__file__).resolve().parent.parent
@@ -658,7 +658,7 @@ def test_every_file_of_the_packages_is_installed():
 
 def test_missing_modules_are_named_with_the_extra_that_has_them():
     project = tomllib.loads((REPOSITORY_ROOT / "pyproject.toml").read_text())["project"]
-    for extra, modules in EXTRA_MODULES.items():
+    for extra, modules in MODULES_BY_EXTRA.items():
         packages = [
             re.match(r"[\w-]+", line)[0] for line in project["optional-dependencies"][extra]
         ]

@@ -18,7 +18,7 @@ from train.blocks import Blocks, build_blocks, draw_anchors
 from train.chunk_plan import ChunkPlan, plan_chunks
 from train.config import TrainConfig
 from train.divergences import DIVERGENCE_TABLE
-from train.engine import split_batch
+from train.engine import compute_micro_batch_sizes
 from train.objective import position_weights
 from train.seeding import seeded_generator
 
@@ -94,7 +94,7 @@ def first_sequence_index(
     The index depends on the arguments only. A resumed run therefore needs no saved position in the
     data. A step has the same sequences for every number of processes.
     """
-    micro_batch_size, _ = split_batch(config, world_size)
+    micro_batch_size, _ = compute_micro_batch_sizes(config, world_size)
     return step * config.optim.batch_size + (micro_step * world_size + rank) * micro_batch_size
 
 
@@ -156,7 +156,7 @@ class BatchPrefetcher:
 
         rank = dist.get_rank()
         world_size = dist.get_world_size()
-        micro_batch_size, micro_steps = split_batch(self.config, world_size)
+        micro_batch_size, micro_steps = compute_micro_batch_sizes(self.config, world_size)
         objective = self.config.objective
         weights = position_weights(objective, self.config.drafter.block_size - 1)
 

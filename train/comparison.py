@@ -33,11 +33,12 @@ class TeacherChunk(NamedTuple):
 def prepare_teacher_distributions(
     logits: torch.Tensor, divergence: Divergence, needs_overlap: bool
 ) -> TeacherChunk:
-    """Convert the target's logits to the form that `compare_rows` needs for a divergence:
-    probabilities, or the logits themselves.
+    """Convert the target's logits to the form that `compute_row_divergences_and_gradients` needs
+    for a divergence: probabilities, or the logits themselves.
 
     logits: (num_distributions, vocab_size) the target's logits; overwritten. needs_overlap: whether
-    `compare_rows` will also compute the overlap sum_v min(p, q) of target and drafter.
+    `compute_row_divergences_and_gradients` will also compute the overlap sum_v min(p, q) of target
+    and drafter.
     """
     likeliest_tokens = logits.argmax(-1)
     reads_probabilities = needs_overlap or not divergence.labels_only
@@ -82,7 +83,7 @@ class RowComparison(NamedTuple):
     overlap: torch.Tensor | None
 
 
-def compare_rows(
+def compute_row_divergences_and_gradients(
     divergence: Divergence,
     teacher: TeacherChunk,
     teacher_indices: torch.Tensor,
@@ -106,7 +107,7 @@ def compare_rows(
     comparisons = []
     for start in range(0, len(student_logits), slice_rows):
         rows = slice(start, start + slice_rows)
-        comparison = _compare_slice(
+        comparison = _compute_slice_divergences_and_gradients(
             divergence,
             teacher,
             teacher_indices[rows],
@@ -120,7 +121,7 @@ def compare_rows(
     return RowComparison._make(None if field[0] is None else torch.cat(field) for field in fields)
 
 
-def _compare_slice(
+def _compute_slice_divergences_and_gradients(
     divergence: Divergence,
     teacher: TeacherChunk,
     teacher_indices: torch.Tensor,
@@ -130,7 +131,7 @@ def _compare_slice(
     needs_overlap: bool,
 ) -> RowComparison:
     """Compare the drafter's distributions with the target's at some of the rows. The arguments are
-    those of `compare_rows`, for these rows."""
+    those of `compute_row_divergences_and_gradients`, for these rows."""
     if excluded is not None:
         student.masked_fill_(excluded, LOGIT_OF_NON_CANDIDATE_TOKENS)
     max_logits = student.amax(-1, keepdim=True)
@@ -138,7 +139,7 @@ def _compare_slice(
     agrees = student.gather(1, target_tokens) == max_logits
     if divergence.value_and_gradient is None:
         teacher_logits = teacher.scores.index_select(0, teacher_indices)
-        return _compare_by_autograd(
+        return _differentiate_by_autograd(
             divergence, teacher_logits, student, labels, excluded, needs_overlap, agrees[:, 0]
         )
 
@@ -174,7 +175,7 @@ def _compare_slice(
     return RowComparison(divergences, agrees[:, 0], label_log_probs, overlap)
 
 
-def _compare_by_autograd(
+def _differentiate_by_autograd(
     divergence: Divergence,
     teacher_logits: torch.Tensor,
     student: torch.Tensor,
@@ -188,7 +189,7 @@ def _compare_by_autograd(
     teacher_logits: (num_rows, vocab_size) the target's logits; overwritten.
     agrees: (num_rows,) bool, copied into the result.
 
-    The other arguments and the result are those of `compare_rows`.
+    The other arguments and the result are those of `compute_row_divergences_and_gradients`.
     """
     if excluded is not None:
         teacher_logits.masked_fill_(excluded, LOGIT_OF_NON_CANDIDATE_TOKENS)

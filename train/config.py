@@ -252,7 +252,7 @@ class TrainConfig:
         if self.drafter.init is None or self.drafter.head.name != "none":
             # With drafter.init, the head's options come from the existing drafter's config.
             # `resolve_config` reads this config later and then calls `check` again.
-            check_head_training(self)
+            check_conditional_head_options(self)
         check_run_name(self.name)
         refuse_embedded_answers(self.data, self.target.path)
         if self.features and not (Path(self.features) / "manifest.json").is_file():
@@ -289,7 +289,7 @@ def check_run_name(name: str) -> None:
         )
 
 
-def check_head_training(config: TrainConfig) -> None:
+def check_conditional_head_options(config: TrainConfig) -> None:
     """Raise ValueError if the drafter's conditional head cannot be trained with the given options.
 
     If drafter.init names an existing drafter, `config.drafter` must be the result of

@@ -67,7 +67,7 @@ class Divergence:
 
 
 @dataclass(frozen=True)
-class Weighting:
+class PositionWeighting:
     """One way to weight the drafted positions of a block in the training loss."""
 
     # Arguments: the positions' numbers 0, 1, ... (num_drafted,), and the ObjectiveConfig. Returns
@@ -216,8 +216,8 @@ DIVERGENCE_TABLE = {
 # Keys are the values of the option objective.position_weights.
 POSITION_WEIGHTINGS_BY_NAME = {
     # weights gamma**(t - 1) of DART, section 3.3
-    "gamma": Weighting(lambda steps, config: config.gamma**steps),
+    "gamma": PositionWeighting(lambda steps, config: config.gamma**steps),
     # weights exp(-(t - 1) / gamma) of DFlash
-    "exponential": Weighting(lambda steps, config: (-steps / config.gamma).exp()),
-    "dpace": Weighting(lambda steps, config: steps.new_ones(steps.shape), dpace_weights),
+    "exponential": PositionWeighting(lambda steps, config: (-steps / config.gamma).exp()),
+    "dpace": PositionWeighting(lambda steps, config: steps.new_ones(steps.shape), dpace_weights),
 }

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
 
-def compute_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
+def get_drafter_matmul_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
     """Return the dtype of the drafter's matmuls in training. The drafter's weights, their gradients
     and the optimiser's moments are always float32."""
     name = config.optim.precision
@@ -32,15 +32,15 @@ def compute_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
     return getattr(torch, name)
 
 
-def target_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
+def get_training_target_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
     """Return the dtype of the frozen target in training steps.
 
-    On a CPU with target.dtype=auto, this is the dtype of the drafter's matmuls (`compute_dtype`).
-    Evaluations on a CPU with target.dtype=auto use float32 instead, so that their outputs are
-    exact.
+    On a CPU with target.dtype=auto, this is the dtype of the drafter's matmuls
+    (`get_drafter_matmul_dtype`). Evaluations on a CPU with target.dtype=auto use float32 instead,
+    so that their outputs are exact.
     """
     if config.target.dtype == "auto" and device.type == "cpu" and not config.target.shard:
-        return compute_dtype(config, device)
+        return get_drafter_matmul_dtype(config, device)
     return resolve_dtype(config.target.dtype, device)
 
 
@@ -52,7 +52,7 @@ def uses_torch_compile(config: TrainConfig, cuda: bool) -> bool:
     return config.compile
 
 
-def split_batch(config: TrainConfig, world_size: int) -> tuple[int, int]:
+def compute_micro_batch_sizes(config: TrainConfig, world_size: int) -> tuple[int, int]:
     """Return the number of packed sequences in a micro-batch, and the number of micro-batches that
     each process computes per step.
 
@@ -78,7 +78,7 @@ def build_engine(drafter: Drafter, config: TrainConfig, device: torch.device) ->
     both. The target is not part of the engine, because it is frozen and has no training state."""
     import deepspeed
 
-    micro_batch_size, micro_steps = split_batch(config, dist.get_world_size())
+    micro_batch_size, micro_steps = compute_micro_batch_sizes(config, dist.get_world_size())
     drafter.to(device)
     drafter.recompute = bool(config.gradient_checkpointing)
     model: nn.Module = drafter
@@ -87,7 +87,7 @@ def build_engine(drafter: Drafter, config: TrainConfig, device: torch.device) ->
         # torch.compile returns a new module around the drafter, which gets the hooks.
         model = cast(nn.Module, torch.compile(drafter, dynamic=False))
 
-    dtype = compute_dtype(config, device)
+    dtype = get_drafter_matmul_dtype(config, device)
     if dtype != torch.float32:
         # torch warns about the norms' weights, which are float32 on purpose
         warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
@@ -161,7 +161,7 @@ def _flat_parameters(engine: "DeepSpeedEngine") -> list[torch.Tensor]:
     return [p for group in basic_optimizer.param_groups for p in group["params"]]
 
 
-def _map_moments_to_parameters(engine: "DeepSpeedEngine") -> None:
+def _let_deepspeed_map_moments(engine: "DeepSpeedEngine") -> None:
     """Let DeepSpeed record which part of the flat tensors of optimiser moments belongs to which
     parameter (ZeRO stages 1 and 2).
 
@@ -196,10 +196,10 @@ def collect_unsharded_state(
         # frozen parameters have no moments
         for key, value in moments.get(parameter, {}).items():
             state[f"{name}/{key}"] = value
-    return copy_to_host(state)
+    return copy_to_host_as_float32(state)
 
 
-def copy_to_host(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def copy_to_host_as_float32(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return copies of tensors in host memory. Floating-point tensors become float32; other tensors
     keep their dtype."""
     copies = {}
@@ -242,10 +242,10 @@ def gather_training_state(drafter: Drafter, engine: "DeepSpeedEngine") -> dict[s
     if engine.zero_optimization_stage() == 0:
         return collect_unsharded_state(drafter, moments) if is_first else {}
 
-    _map_moments_to_parameters(engine)
+    _let_deepspeed_map_moments(engine)
     # The keys of the optimiser's state and its step count are the same in every shard.
     shard_state = moments[_flat_parameters(engine)[0]]
-    state = copy_to_host(dict(drafter.named_buffers())) if is_first else {}
+    state = copy_to_host_as_float32(dict(drafter.named_buffers())) if is_first else {}
     for name, parameter in drafter.named_parameters():
         full_tensors = {name: safe_get_full_fp32_param(parameter)}
         for key, value in shard_state.items():
@@ -254,11 +254,11 @@ def gather_training_state(drafter: Drafter, engine: "DeepSpeedEngine") -> dict[s
             full_tensors[f"{name}/{key}"] = value
         if is_first:
             # copy immediately, because the next parameter reuses the memory of these tensors
-            state |= copy_to_host(full_tensors)
+            state |= copy_to_host_as_float32(full_tensors)
     return state
 
 
-def restore_training_state(
+def restore_optimizer_state(
     drafter: Drafter, engine: "DeepSpeedEngine", state: dict[str, torch.Tensor]
 ) -> None:
     """Restore the optimiser's state of a new engine, with any ZeRO stage, from a saved training
@@ -285,7 +285,7 @@ def restore_training_state(
             if name.startswith(prefix):
                 key = name.removeprefix(prefix)
                 moments[flat][key] = value.clone() if value.ndim == 0 else torch.zeros_like(flat)
-    _map_moments_to_parameters(engine)
+    _let_deepspeed_map_moments(engine)
 
     for state_name, value in optimizer_state.items():
         name, key = state_name.split("/")

@@ -34,16 +34,16 @@ from data.packing import prepare_packed_dataset, refuse_empty_dataset
 from data.rows import DataConfig
 from infer.targets.identity import weights_digest
 from infer.targets.target import Features, Target
-from infer.utils.errors import abort_on_write_error, explain_interrupt
+from infer.utils.errors import abort_on_write_error, set_interrupt_message
 from infer.utils.files import (
     atomic_replace_file,
     atomic_write,
     json_digest,
     refuse_changed_settings,
-    save_shared_safetensors,
+    save_world_readable_safetensors,
 )
 from infer.utils.redact import redact
-from infer.utils.renamed_options import translate_saved_config
+from infer.utils.renamed_options import rename_old_options
 from train.config import FeaturesConfig, TrainConfig
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ STORED_INPUT_COLUMN_BYTES_PER_TOKEN = 13  # three int32 columns and one bool col
 BYTES_PER_FEATURE_VECTOR_SCALE = 4  # a float32 scale for each int8 vector
 # Lower bound for the largest absolute entry of a vector in int8 quantization. It prevents a scale
 # of 0.
-MIN_INT8_FEATURE_VECTOR_RANGE = 1e-12
+MIN_INT8_FEATURE_VECTOR_MAX_ABS = 1e-12
 
 
 def quantise_vectors(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,7 +76,7 @@ def quantise_vectors(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     The scale is chosen so that the largest absolute entry of a vector becomes 127.
     """
-    scale = states.abs().amax(-1).float().clamp(min=MIN_INT8_FEATURE_VECTOR_RANGE) / 127
+    scale = states.abs().amax(-1).float().clamp(min=MIN_INT8_FEATURE_VECTOR_MAX_ABS) / 127
     return (states.float() / scale[..., None]).round_().to(torch.int8), scale
 
 
@@ -165,7 +165,7 @@ def write_features(
     }
     if (out / FEATURES_MANIFEST_FILE).exists():
         existing = read_manifest(out)
-        existing |= translate_saved_config({"data": existing["data"]})
+        existing |= rename_old_options({"data": existing["data"]})
         message = (
             f"out={out} has features that were computed with another {{keys}}: choose another "
             "folder with out="
@@ -189,13 +189,15 @@ def write_features(
         rows = []
         for index in range(num_stored, min(num_stored + shard_size, len(dataset))):
             rows.append(compute_stored_row(target, layers, dataset[index], config.store_dtype))
-        write_shard(out, manifest, rows)
+        append_shard_to_manifest(out, manifest, rows)
         num_stored += len(rows)
         report_progress(num_stored, len(dataset))
     return out
 
 
-def write_shard(out: Path, manifest: dict, rows: list[dict[str, torch.Tensor]]) -> None:
+def append_shard_to_manifest(
+    out: Path, manifest: dict, rows: list[dict[str, torch.Tensor]]
+) -> None:
     """Write packed sequences and their hidden states to the next shard file in the folder `out`.
     Then add the shard to `manifest` and write the manifest.
 
@@ -204,7 +206,7 @@ def write_shard(out: Path, manifest: dict, rows: list[dict[str, torch.Tensor]]) 
     tensors = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     name = f"shard-{len(manifest['shards']):05d}.safetensors"
     with abort_on_write_error(f"{name} of {out}"), atomic_replace_file(out / name) as temporary:
-        save_shared_safetensors(tensors, temporary)
+        save_world_readable_safetensors(tensors, temporary)
     manifest["shards"].append(
         {
             "file": name,
@@ -217,14 +219,14 @@ def write_shard(out: Path, manifest: dict, rows: list[dict[str, torch.Tensor]]) 
 
 
 def compute_stored_row(
-    target: Target, layers: tuple[int, ...], row: dict[str, torch.Tensor], store: str
+    target: Target, layers: tuple[int, ...], row: dict[str, torch.Tensor], stored_dtype: str
 ) -> dict[str, torch.Tensor]:
     """Run the target on a packed sequence. Return the columns that are stored for it, in host
     memory: its inputs and the target's hidden states.
 
     layers: numbers of the target layers whose hidden states are stored.
     row: the columns of the packed sequence, (num_tokens,) each.
-    store: dtype of the stored hidden states, 'bfloat16' or 'int8'.
+    stored_dtype: dtype of the stored hidden states, 'bfloat16' or 'int8'.
     """
     ids = row["ids"][None].to(target.device)
     positions = row["positions"][None].to(target.device)
@@ -237,7 +239,7 @@ def compute_stored_row(
         name: row[name].to(dtype) for name, dtype in STORED_FEATURE_INPUT_COLUMN_DTYPES.items()
     }
     for name, states in (("context", context), ("last", features.last_hidden_states[0])):
-        if store == "int8":
+        if stored_dtype == "int8":
             states, scale = quantise_vectors(states)
             stored[f"{name}_scale"] = scale.cpu()
             stored[name] = states.cpu()
@@ -346,7 +348,7 @@ class StoredFeatures:
         more layers than the run needs.
         """
         stored = {key: self.manifest[key] for key in dependencies}
-        stored |= translate_saved_config({"data": stored["data"]})
+        stored |= rename_old_options({"data": stored["data"]})
         # Manifests of early versions do not record the target's quantization. In this case, assume
         # that it is the same.
         quantization = dependencies["target"]["quantization"]
@@ -449,7 +451,7 @@ def store_features(config: FeaturesConfig) -> None:
         f"{config.out}",
         flush=True,
     )
-    with explain_interrupt(
+    with set_interrupt_message(
         f"the shards in {config.out} are complete; the same command continues after the last one"
     ):
         out = write_features(config, target, layers, dataset, Progress("features", "rows"))

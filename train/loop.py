@@ -14,7 +14,7 @@ from infer.utils.interrupts import EXIT_CODE_INTERRUPTED
 from infer.utils.progress import HEARTBEAT
 from train.batches import BatchPrefetcher
 from train.config import TrainConfig
-from train.engine import split_batch
+from train.engine import compute_micro_batch_sizes
 from train.optim import set_learning_rate
 from train.processes import (
     StallWatchdog,
@@ -27,7 +27,11 @@ from train.processes import (
     start_process_group,
 )
 from train.run.checkpoints import checkpoint_folder, save_checkpoint, save_rolling_state
-from train.run.evaluation import evaluate_best, evaluate_checkpoint, finish_report
+from train.run.evaluation import (
+    evaluate_best_checkpoint_fully,
+    evaluate_checkpoint,
+    write_and_print_final_report,
+)
 from train.run.folder import open_run_folder
 from train.run.log import RunLog, peak_memory_bytes, read_step_metrics
 from train.run.prepare import prepare_run
@@ -50,7 +54,7 @@ def train(config: TrainConfig) -> Path:
     device = select_device(config.target.device)
     start_process_group(device)
     # raises ValueError if the batch cannot be divided evenly among the processes
-    split_batch(config, dist.get_world_size())
+    compute_micro_batch_sizes(config, dist.get_world_size())
     config = resolve_config(config, device)
     with ExitStack() as stack:
         folder = run_on_first_process(lambda: stack.enter_context(open_run_folder(config)))
@@ -114,7 +118,7 @@ def run_steps(run: RunState) -> Path:
                 )
                 break
 
-    finish_run(run, log)
+    report_finished_run(run, log)
     if stop:  # the process exits, so that a sweep of several runs ends, too
         raise SystemExit(EXIT_CODE_INTERRUPTED if stop_flag.signal_number == signal.SIGINT else 0)
     return run.folder
@@ -153,7 +157,7 @@ def run_step(run: RunState, prefetcher: BatchPrefetcher, log: RunLog) -> dict:
     tokens = config.optim.batch_size * config.data.length
     line = {
         "step": step,
-        "seconds": schedule.seconds + schedule_clock() - schedule_start,
+        "seconds": schedule.completed_seconds + schedule_clock() - schedule_start,
         "lr": rate,
         "tokens_per_second": tokens / (time.perf_counter() - start_time),
         "peak_gb": peak_memory_bytes(run.device) / 1e9,
@@ -222,12 +226,12 @@ def evaluate_newest_checkpoint(run: RunState, log: RunLog) -> None:
     HEARTBEAT.set_activity(f"evaluating step {step}")
     evaluate_checkpoint(run, checkpoint_folder(run.folder, step), log, is_last)
     if is_last:
-        evaluate_best(run, log)
+        evaluate_best_checkpoint_fully(run, log)
 
 
-def finish_run(run: RunState, log: RunLog) -> None:
+def report_finished_run(run: RunState, log: RunLog) -> None:
     """Print how many steps of the run were skipped, and write the run's final report."""
-    log.progress.close()
+    log.progress.end_open_line()
     skipped_steps = 0
     if dist.get_rank() == 0:
         skipped_steps = sum(line["grad_norm"] is None for line in read_step_metrics(run.folder))
@@ -236,5 +240,5 @@ def finish_run(run: RunState, log: RunLog) -> None:
             f"{skipped_steps} of {run.schedule.completed_steps} steps were skipped, because their "
             "loss or gradient was not finite"
         )
-    run_on_first_process(lambda: finish_report(run.folder, log))
+    run_on_first_process(lambda: write_and_print_final_report(run.folder, log))
     dist.barrier()

@@ -26,7 +26,7 @@ import torch
 
 from infer.targets.support import IDENTITY_LOGIT_SCALE, LogitScale
 from train.chunk_plan import ChunkBounds, ChunkPlan, plan_chunks
-from train.comparison import compare_rows, prepare_teacher_distributions
+from train.comparison import compute_row_divergences_and_gradients, prepare_teacher_distributions
 from train.config import ObjectiveConfig
 from train.divergences import DIVERGENCE_TABLE, POSITION_WEIGHTINGS_BY_NAME
 
@@ -50,7 +50,7 @@ class LogitCorrection(NamedTuple):
     the logits of row (drafted position) i."""
 
     vectors: torch.Tensor  # (num_rows, rank) one vector per drafted position
-    out: torch.Tensor  # (vocab_size, rank) weight matrix of the conditional head
+    correction_matrix: torch.Tensor  # (vocab_size, rank) weight matrix of the conditional head
 
 
 def position_weights(config: ObjectiveConfig, num_drafted: int) -> torch.Tensor:
@@ -88,8 +88,8 @@ class DivergenceInputs:
     # of the drafter's logits before the head's correction, and on the true token. 0 means no limit.
     top_k: int = 0
     needs_overlap: bool = False  # whether to compute `BlockLoss.overlap`
-    # the result of `plan_chunks` for `teacher_rows` and `weights`; if None, `compute_divergence`
-    # calls `plan_chunks`
+    # the result of `plan_chunks` for `teacher_rows` and `weights`; if None,
+    # `compute_divergence_loss` calls `plan_chunks`
     chunk_plan: ChunkPlan | None = None
 
     @property
@@ -101,7 +101,7 @@ class DivergenceInputs:
         return torch.float32
 
 
-def compute_divergence(
+def compute_divergence_loss(
     hidden: torch.Tensor,
     inputs: DivergenceInputs,
     drafter_head: torch.Tensor | None = None,
@@ -162,9 +162,9 @@ class _DivergenceFunction(torch.autograd.Function):
         if needs_matrix_gradient and block_factor is None:
             row_weights = compute_row_weights(weights)
         elif needs_matrix_gradient:
-            row_weights = compute_row_weights(_ChunkedPass(drafted, inputs).label_probs)
+            row_weights = compute_row_weights(_ChunkedDivergence(drafted, inputs).label_probs)
 
-        chunked = _ChunkedPass(drafted, inputs, needs_gradient, row_weights)
+        chunked = _ChunkedDivergence(drafted, inputs, needs_gradient, row_weights)
         if row_weights is None:
             row_weights = compute_row_weights(chunked.label_probs)
         loss = (chunked.divergences * row_weights).sum()
@@ -202,7 +202,7 @@ class _Gradients(NamedTuple):
     out: torch.Tensor | None
 
 
-class _ChunkedPass:
+class _ChunkedDivergence:
     """Compares drafter and target at all rows (drafted positions) of positive weight, chunk by
     chunk, and computes gradients. The constructor does the whole computation.
 
@@ -298,7 +298,7 @@ class _ChunkedPass:
                 excluded = _find_excluded_tokens(student, labels, inputs.top_k)
             if unary:
                 unary_delta = student.clone()
-                uncorrected = compare_rows(
+                uncorrected = compute_row_divergences_and_gradients(
                     self.divergence, teacher, teacher_indices, unary_delta, labels, None, False
                 )
                 self.divergences.view(-1)[rows] = unary * uncorrected.divergences
@@ -309,7 +309,7 @@ class _ChunkedPass:
             else:
                 student.add_((vectors @ drafted.out.T).to(student.dtype))
 
-        comparison = compare_rows(
+        comparison = compute_row_divergences_and_gradients(
             self.divergence,
             teacher,
             teacher_indices,

@@ -173,14 +173,16 @@ def cosine_learning_rate(optim: OptimConfig, elapsed: float, total: float) -> fl
     return optim.lr * 0.5 * (1 + math.cos(math.pi * (elapsed - warmup) / max(1, total - warmup)))
 
 
-def warmup_decay_factor(step: int, total: int, warmup: float, decay: float) -> float:
+def warmup_decay_factor(step: int, total: int, warmup_share: float, decay_share: float) -> float:
     """Return the learning rate of a step as a fraction of the peak rate. It rises linearly, stays
     constant, and falls linearly to zero.
 
     step: number of the step, counted from 0. total: number of all steps. warmup, decay: fractions
     of all steps in which the rate rises and in which it falls.
     """
-    return min((step + 1) / max(1, warmup * total), 1.0, (total - step) / max(1, decay * total))
+    return min(
+        (step + 1) / max(1, warmup_share * total), 1.0, (total - step) / max(1, decay_share * total)
+    )
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

@@ -19,12 +19,21 @@ from data.rows import expand_mixture
 from infer.drafters.build import choose_mask_token
 from infer.drafters.families import DRAFTER_FAMILIES
 from infer.targets.end_tokens import find_eos_token_ids
-from infer.targets.loading import load_config, load_generation_config, load_tokenizer, resolve_path
+from infer.targets.loading import (
+    load_config,
+    load_generation_config,
+    load_tokenizer,
+    resolve_hub_id_or_folder,
+)
 from infer.targets.support import refuse_unsupported
 from infer.targets.target import tokenizer_digest
 from infer.utils.progress import Progress
 from train.config import TrainConfig
-from train.engine import compute_dtype, split_batch, target_dtype
+from train.engine import (
+    compute_micro_batch_sizes,
+    get_drafter_matmul_dtype,
+    get_training_target_dtype,
+)
 from train.features import count_stored_bytes
 from train.run.folder import collect_token_ids
 from train.run.initial import format_mask_token, resolve_drafter_options
@@ -69,18 +78,18 @@ def load_target_config(config: TrainConfig) -> "PretrainedConfig":
     from transformers import AutoConfig
 
     options = config.target
-    if options.model_config and not Path(resolve_path(options.path)).exists():
+    if options.model_config and not Path(resolve_hub_id_or_folder(options.path)).exists():
         return AutoConfig.for_model(**options.model_config)
     return load_config(options.path, options.trust_remote_code)
 
 
 @dataclass(frozen=True)
-class RunEstimate:
+class RunMemoryEstimate:
     """The estimated memory of a training run, and the sizes that it was computed from."""
 
     # the run's configuration, in which `gradient_checkpointing` is True or False, not None
     config: TrainConfig
-    shape: StepSizes  # the sizes of target, drafter and a micro-batch
+    sizes: StepSizes  # the sizes of target, drafter and a micro-batch
     world_size: int  # number of processes
     device: torch.device
     # bytes of memory that one process may use; None if the device is not on this machine
@@ -93,7 +102,7 @@ class RunEstimate:
     )
 
 
-def estimate_run(config: TrainConfig, hf_config: "PretrainedConfig") -> RunEstimate:
+def estimate_run_memory(config: TrainConfig, hf_config: "PretrainedConfig") -> RunMemoryEstimate:
     """Estimate the memory that each training process needs on this machine's GPU or CPU, or on a
     GPU elsewhere if target.device=cuda.
 
@@ -109,20 +118,20 @@ def estimate_run(config: TrainConfig, hf_config: "PretrainedConfig") -> RunEstim
     if has_gpu or not cuda:
         device_bytes = available_device_memory(device, world_size)
 
-    micro_batch_size, _ = split_batch(config, world_size)
+    micro_batch_size, _ = compute_micro_batch_sizes(config, world_size)
     shape = StepSizes(config, hf_config, micro_batch_size)
-    target_itemsize = target_dtype(config, device).itemsize
-    drafter_itemsize = compute_dtype(config, device).itemsize
+    target_itemsize = get_training_target_dtype(config, device).itemsize
+    drafter_itemsize = get_drafter_matmul_dtype(config, device).itemsize
     config, memory_line = choose_gradient_checkpointing(
         config, shape, world_size, target_itemsize, drafter_itemsize, cuda, device_bytes
     )
     memory = estimate_step_memory(
         shape, config, world_size, target_itemsize, drafter_itemsize, cuda
     )
-    return RunEstimate(config, shape, world_size, device, device_bytes, memory, memory_line)
+    return RunMemoryEstimate(config, shape, world_size, device, device_bytes, memory, memory_line)
 
 
-def estimate_process_memory(estimate: RunEstimate) -> float:
+def estimate_cpu_process_memory(estimate: RunMemoryEstimate) -> float:
     """Return the peak bytes of a training process on a CPU.
 
     The estimate includes the loaded libraries, measured as the memory of this process. The peak
@@ -130,7 +139,7 @@ def estimate_process_memory(estimate: RunEstimate) -> float:
     target's weights, and a second one if training steps do not use float32.
     """
     memory = estimate.memory
-    float32_copy = FLOAT32_BYTES * estimate.shape.target_parameters
+    float32_copy = FLOAT32_BYTES * estimate.sizes.target_parameters
     resident_pages = int(PROCESS_MEMORY_FILE.read_text().split()[1])
     libraries = resident_pages * os.sysconf("SC_PAGE_SIZE")
     persistent = memory["target"] + memory["drafter"] + memory["optimiser"]
@@ -212,7 +221,7 @@ def print_plan(config: TrainConfig) -> None:
     config = replace(config, drafter=drafter_options)
     hf_config = load_target_config(config)
     refuse_unsupported(hf_config)
-    estimate = estimate_run(config, hf_config)
+    estimate = estimate_run_memory(config, hf_config)
 
     prepared = None
     mask_token = ""
@@ -228,10 +237,10 @@ def print_plan(config: TrainConfig) -> None:
         prepared = prepare_local_data(config, tokenizer)
         mask_token = describe_mask_token(config, hf_config, tokenizer, prepared.dataset)
 
-    print_sizes(config, estimate, mask_token)
+    print_model_and_step_sizes(config, estimate, mask_token)
     print_memory(estimate)
     feature_bytes = count_stored_bytes(
-        1, estimate.shape.num_feature_layers, estimate.shape.hidden_size, "bfloat16"
+        1, estimate.sizes.num_feature_layers, estimate.sizes.hidden_size, "bfloat16"
     )
     data_text = f"{format_bytes(1e6 * feature_bytes)} of stored features per million tokens"
     if prepared is not None and prepared.dataset is not None:
@@ -241,10 +250,12 @@ def print_plan(config: TrainConfig) -> None:
     print(f"data       {data_text}\ntime       {describe_duration(config, prepared)}")
 
 
-def print_sizes(config: TrainConfig, estimate: RunEstimate, mask_token: str) -> None:
+def print_model_and_step_sizes(
+    config: TrainConfig, estimate: RunMemoryEstimate, mask_token: str
+) -> None:
     """Print the sizes of the target, of the drafter, and of a training step. mask_token: the text
     that `describe_mask_token` returned."""
-    shape = estimate.shape
+    shape = estimate.sizes
     processes = "process" if estimate.world_size == 1 else "processes"
     print(
         f"target     {config.target.path}: {shape.target_parameters / 1e6:,.1f} million "
@@ -255,24 +266,24 @@ def print_sizes(config: TrainConfig, estimate: RunEstimate, mask_token: str) -> 
         f"{mask_token}\n"
         f"step       {config.optim.batch_size} packed sequences of {shape.length:,} tokens, "
         f"{config.anchors_per_sequence} blocks in each, computed by {estimate.world_size} "
-        f"{device_name(estimate.device)} {processes}"
+        f"{get_device_kind(estimate.device)} {processes}"
     )
 
 
-def print_memory(estimate: RunEstimate) -> None:
+def print_memory(estimate: RunMemoryEstimate) -> None:
     """Print the peak memory of a training step: the total, and then each part. On Linux with a CPU,
     also print the total of a process."""
     print(estimate.memory_line)
     for name, size in estimate.memory.items():
         print(f"           {format_bytes(size):>10}  {name}")
     if estimate.device.type == "cpu" and PROCESS_MEMORY_FILE.exists():
-        total = format_bytes(estimate_process_memory(estimate))
+        total = format_bytes(estimate_cpu_process_memory(estimate))
         print(
             f"           {total:>10}  in total for a process, with the loaded libraries and the "
             "target's copies for an evaluation"
         )
 
 
-def device_name(device: torch.device) -> str:
+def get_device_kind(device: torch.device) -> str:
     """Return 'GPU' for a CUDA device and 'CPU' for any other device."""
     return "GPU" if device.type == "cuda" else "CPU"

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from infer.targets.loading import resolve_device
-from infer.utils.errors import EXIT_CODE_RUN_ABORTED, RunAborted, explain_interrupt
+from infer.utils.errors import EXIT_CODE_RUN_ABORTED, RunAborted, set_interrupt_message
 from infer.utils.interrupts import INTERRUPT_WATCHER
 from infer.utils.progress import HEARTBEAT
 
@@ -182,7 +182,7 @@ def allow_immediate_interrupt(advice: str) -> Generator[None]:
     graceful = INTERRUPT_WATCHER.interrupts_to_ignore
     INTERRUPT_WATCHER.interrupts_to_ignore = 0
     try:
-        with explain_interrupt(advice):
+        with set_interrupt_message(advice):
             yield
     finally:
         signal.signal(signal.SIGINT, previous_handler)

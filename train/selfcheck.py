@@ -30,7 +30,7 @@ from train.blocks import Blocks
 from train.comparison import LOGIT_OF_NON_CANDIDATE_TOKENS
 from train.config import TrainConfig
 from train.divergences import DIVERGENCE_TABLE
-from train.engine import compute_dtype, split_batch
+from train.engine import compute_micro_batch_sizes, get_drafter_matmul_dtype
 from train.features import dequantise_features
 from train.objective import BlockLoss
 
@@ -68,14 +68,14 @@ class TrainingLossCheck:
         config: TrainConfig,
     ) -> None:
         world_size = dist.get_world_size()
-        micro_batch_size, _ = split_batch(config, world_size)
+        micro_batch_size, _ = compute_micro_batch_sizes(config, world_size)
         first_index = first_sequence_index(config, 0, 0, dist.get_rank(), world_size)
         columns = read_batch(dataset, first_index, micro_batch_size, config.seed)
         self.batch = {name: column.to(target.device) for name, column in columns.items()}
         self.blocks = draw_blocks(self.batch, config, first_index)
         self.is_exact = (
             not target.is_int8
-            and target.dtype == compute_dtype(config, target.device) == torch.float32
+            and target.dtype == get_drafter_matmul_dtype(config, target.device) == torch.float32
         )
 
         # Every process must check the same number of blocks, because all processes take part in
@@ -87,7 +87,7 @@ class TrainingLossCheck:
             index = i * (len(valid_slots) - 1) // (TRAINING_SELF_CHECK_BLOCK_COUNT - 1)
             self.checked_slots.append(valid_slots[index])
         plain = _ReferenceLoss(drafter, target, config, self.batch, self.blocks)
-        expected = [plain.compute_block(row, slot) for row, slot in self.checked_slots]
+        expected = [plain.compute_block_divergences(row, slot) for row, slot in self.checked_slots]
         self.expected = torch.stack(expected)  # (number of checked blocks, num_drafted)
 
     def compare(self, result: BlockLoss) -> str:
@@ -140,7 +140,7 @@ class _ReferenceLoss:
     batch: dict[str, torch.Tensor]
     blocks: Blocks
 
-    def compute_block(self, row: int, slot: int) -> torch.Tensor:
+    def compute_block_divergences(self, row: int, slot: int) -> torch.Tensor:
         """Return the divergence of target and drafter at each drafted position of one block,
         (num_drafted,). It is 0 at positions without loss.
 
@@ -255,8 +255,8 @@ class _ReferenceLoss:
             uncorrected = target.logit_scale(products.float())
             logits = uncorrected
             excluded = torch.zeros_like(uncorrected, dtype=torch.bool)
-            if conditioned.correction is not None:
-                correction = conditioned.correction[t].to(target.dtype)
+            if conditioned.low_rank_correction is not None:
+                correction = conditioned.low_rank_correction[t].to(target.dtype)
                 logits, excluded = self.apply_correction(uncorrected, correction, label)
 
             compared_log_p = log_p.masked_fill(excluded, LOGIT_OF_NON_CANDIDATE_TOKENS).log_softmax(

@@ -33,7 +33,7 @@ from train.objective import (
     BlockLoss,
     DivergenceInputs,
     LogitCorrection,
-    compute_divergence,
+    compute_divergence_loss,
     position_weights,
 )
 from train.run.log import StepMetrics
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from infer.drafters.heads.draft import teacher_force_head
 
 
-def count_supervised_positions(micro_batches: list[MicroBatch]) -> torch.Tensor:
+def count_supervised_blocks_per_position(micro_batches: list[MicroBatch]) -> torch.Tensor:
     """Count, for each drafted position of a block, the blocks that have a loss at this position.
 
     The blocks of this step's micro-batches in all processes are counted. Returns (num_drafted,)
@@ -78,7 +78,7 @@ def train_step(
     micro_batches = [micro_batch.to_device(device) for micro_batch in micro_batches]
 
     weights = position_weights(config.objective, num_drafted).to(device, non_blocking=True)
-    supervised_counts = count_supervised_positions(micro_batches)
+    supervised_counts = count_supervised_blocks_per_position(micro_batches)
     total_weight = (supervised_counts * weights).sum().clamp(min=1e-6)
     # DeepSpeed averages gradients over processes and micro-batches. This factor turns the average
     # into the sum, divided by the total weight of all drafted positions.
@@ -114,7 +114,7 @@ def train_step(
     return StepMetrics(
         loss=sums[0] / total_weight,
         agreement=sums[1 : 1 + num_drafted] / supervised_counts.clamp(min=1),
-        prefix=sums[-2] / sums[-1].clamp(min=1),
+        acceptance_length=sums[-2] / sums[-1].clamp(min=1),
         grad_norm=grad_norm,
     )
 
@@ -224,7 +224,8 @@ def compute_loss_from_states(
         needs_overlap=confidence_head is not None,
         chunk_plan=chunk_plan,
     )
-    result = compute_divergence(head_inputs, inputs, get_head_weight(drafter, target), correction)
+    head_weight = get_head_weight(drafter, target)
+    result = compute_divergence_loss(head_inputs, inputs, head_weight, correction)
     if confidence_head is None:
         return result
 
@@ -256,10 +257,12 @@ def build_correction(
 
     conditioned: the output of the conditional head. dtype: dtype of `LogitCorrection.vectors`.
     """
-    if conditioned.correction is None:
+    if conditioned.low_rank_correction is None:
         return None
     assert head.correction_matrix is not None
-    return LogitCorrection(conditioned.correction.flatten(0, 1).to(dtype), head.correction_matrix)
+    return LogitCorrection(
+        conditioned.low_rank_correction.flatten(0, 1).to(dtype), head.correction_matrix
+    )
 
 
 def run_conditional_head(

@@ -87,7 +87,7 @@ class StepSizes:
 
 
 def estimate_step_memory(
-    shape: StepSizes,
+    sizes: StepSizes,
     config: TrainConfig,
     world_size: int,
     target_itemsize: int,
@@ -103,7 +103,7 @@ def estimate_step_memory(
     the device is a GPU.
     """
     stage = config.deepspeed.stage
-    parameters = shape.drafter_parameters
+    parameters = sizes.drafter_parameters
     # The optimiser has two float32 moments. With ZeRO stages 1 and 2, it also has a float32 copy of
     # the weights.
     moments = 8 * parameters + (4 * parameters if stage in (1, 2) else 0)
@@ -112,15 +112,15 @@ def estimate_step_memory(
     if drafter_itemsize == 2:
         drafter += 2 * parameters  # the bfloat16 copy of the weights that autocast creates
 
-    hidden_states = shape.context_tokens * shape.hidden_size
-    features = target_itemsize * hidden_states * (shape.num_feature_layers + 1)
+    hidden_states = sizes.context_tokens * sizes.hidden_size
+    features = target_itemsize * hidden_states * (sizes.num_feature_layers + 1)
     # The drafter reads the target's hidden states in float32; other dtypes are copied to float32.
     if target_itemsize != FLOAT32_BYTES:
-        features += FLOAT32_BYTES * hidden_states * shape.num_feature_layers
+        features += FLOAT32_BYTES * hidden_states * sizes.num_feature_layers
 
-    activations = _estimate_activations(shape, config, drafter_itemsize, cuda)
+    activations = _estimate_activations(sizes, config, drafter_itemsize, cuda)
     gradients = FLOAT32_BYTES * parameters / (world_size if stage >= 2 else 1)
-    is_single_pass = config.optim.batch_size * shape.length <= shape.context_tokens * world_size
+    is_single_pass = config.optim.batch_size * sizes.length <= sizes.context_tokens * world_size
     # With a single micro-batch, the backward pass allocates gradients while it frees activations.
     # Only the part of the gradients that exceeds the activations needs additional memory.
     if is_single_pass:
@@ -130,15 +130,15 @@ def estimate_step_memory(
 
     # The target's forward pass ends before the drafter's activations exist. Both can therefore use
     # the same memory.
-    target_pass = target_itemsize * shape.context_tokens
-    target_pass *= 3 * shape.intermediate_size + 4 * shape.hidden_size + shape.query_size
+    target_pass = target_itemsize * sizes.context_tokens
+    target_pass *= 3 * sizes.intermediate_size + 4 * sizes.hidden_size + sizes.query_size
     # Estimate how many different hidden states of the target the drafter is compared with, per
     # drafted position. Several drafted positions can share one (see chunk_plan.py).
-    distinct_share = min(1, shape.context_tokens / shape.drafted_positions)
+    distinct_share = min(1, sizes.context_tokens / sizes.drafted_positions)
     chunk_tensors = 4 if cuda else 1 + distinct_share
-    chunk = FLOAT32_BYTES * chunk_tensors * shape.chunk_rows * shape.draft_vocabulary
+    chunk = FLOAT32_BYTES * chunk_tensors * sizes.chunk_rows * sizes.draft_vocabulary
     return {
-        "target": _estimate_target(shape, config, world_size, target_itemsize),
+        "target": _estimate_target(sizes, config, world_size, target_itemsize),
         "drafter": drafter,
         "gradients": gradients,
         "optimiser": 0 if config.deepspeed.offload else optimiser,
@@ -149,21 +149,21 @@ def estimate_step_memory(
 
 
 def _estimate_target(
-    shape: StepSizes, config: TrainConfig, world_size: int, itemsize: int
+    sizes: StepSizes, config: TrainConfig, world_size: int, itemsize: int
 ) -> float:
     """Return the bytes of the target's weights on one device. itemsize: bytes of one weight."""
-    layer_parameters = shape.target_parameters - shape.target_table_parameters
+    layer_parameters = sizes.target_parameters - sizes.target_table_parameters
     if config.features:
-        return itemsize * shape.target_table_parameters
+        return itemsize * sizes.target_table_parameters
     if config.target.shard:
         shard = layer_parameters / world_size
-        gathered_layers = 2 * layer_parameters / shape.num_target_layers
-        return itemsize * (shape.target_table_parameters + shard + gathered_layers)
-    return itemsize * shape.target_parameters
+        gathered_layers = 2 * layer_parameters / sizes.num_target_layers
+        return itemsize * (sizes.target_table_parameters + shard + gathered_layers)
+    return itemsize * sizes.target_parameters
 
 
 def _estimate_activations(
-    shape: StepSizes, config: TrainConfig, itemsize: int, cuda: bool
+    sizes: StepSizes, config: TrainConfig, itemsize: int, cuda: bool
 ) -> dict[str, float]:
     """Return the bytes of the drafter's activations on one device.
 
@@ -171,19 +171,19 @@ def _estimate_activations(
     The value of "backward" is the temporary memory of the backward pass. itemsize: bytes of one
     number in the drafter's matmuls. cuda: whether the device is a GPU.
     """
-    hidden = shape.hidden_size
+    hidden = sizes.hidden_size
     # torch.compile does not save one copy of the outputs of norms and SiLU, but recomputes it in
     # the backward pass.
     recomputed = int(uses_torch_compile(config, cuda))
     per_query = (
         (5 - recomputed) * hidden
-        + (4 - recomputed) * (shape.query_size + shape.intermediate_size)
-        + 4 * shape.key_value_size
+        + (4 - recomputed) * (sizes.query_size + sizes.intermediate_size)
+        + 4 * sizes.key_value_size
     )
     # Keys and values of the context are saved. If the projections also read token embeddings, these
     # are saved before and after their norm.
-    per_context_token = 4 * shape.key_value_size + 8 * (shape.projection_inputs - hidden)
-    layer = itemsize * (shape.num_queries * per_query + shape.context_tokens * per_context_token)
+    per_context_token = 4 * sizes.key_value_size + 8 * (sizes.projection_inputs - hidden)
+    layer = itemsize * (sizes.num_queries * per_query + sizes.context_tokens * per_context_token)
 
     mask = 0
     # On a CPU, the float32 attention mask is saved. A chunk of queries has one mask, with a column
@@ -191,18 +191,18 @@ def _estimate_activations(
     if not cuda:
         mask = (
             FLOAT32_BYTES
-            * shape.num_queries
-            * (shape.mean_visible_context + QUERIES_PER_MASK_CHUNK)
+            * sizes.num_queries
+            * (sizes.mean_visible_context + QUERIES_PER_MASK_CHUNK)
         )
     # bytes of the activations before the drafter's first layer and after its last layer
-    outside_layers = FLOAT32_BYTES * (3 * shape.context_tokens + 6 * shape.num_queries) * hidden
+    outside_layers = FLOAT32_BYTES * (3 * sizes.context_tokens + 6 * sizes.num_queries) * hidden
     saved_per_layer = layer
-    backward = 3 * itemsize * shape.num_queries * shape.intermediate_size
+    backward = 3 * itemsize * sizes.num_queries * sizes.intermediate_size
     if config.gradient_checkpointing:
-        saved_per_layer = FLOAT32_BYTES * shape.num_queries * hidden
+        saved_per_layer = FLOAT32_BYTES * sizes.num_queries * hidden
         backward += layer
     return {
-        "saved": outside_layers + mask + shape.num_drafter_layers * saved_per_layer,
+        "saved": outside_layers + mask + sizes.num_drafter_layers * saved_per_layer,
         "backward": backward - recomputed * outside_layers,
     }
 
@@ -222,7 +222,7 @@ def available_device_memory(device: torch.device, local_world_size: int) -> floa
 
 def choose_gradient_checkpointing(
     config: TrainConfig,
-    shape: StepSizes,
+    sizes: StepSizes,
     world_size: int,
     target_itemsize: int,
     drafter_itemsize: int,
@@ -246,7 +246,7 @@ def choose_gradient_checkpointing(
             config, gradient_checkpointing=gradient_checkpointing
         )
         memory = estimate_step_memory(
-            shape,
+            sizes,
             configs[gradient_checkpointing],
             world_size,
             target_itemsize,

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from infer.utils.checks import require_at_least
-from infer.utils.errors import RunAborted, explain_interrupt, report_errors_and_exit
+from infer.utils.errors import RunAborted, report_errors_and_exit, set_interrupt_message
 from infer.utils.files import atomic_write, write_json
-from infer.utils.hydra_app import compose_options
+from infer.utils.hydra_app import compose_checked_options
 from infer.utils.progress import HEARTBEAT
 from train.config import TrainConfig
 
@@ -42,10 +42,10 @@ STUDY_TABLE_COLUMNS = (
 )
 # in the study's folder: the texts on which drafters are compared, and the base configuration
 STUDY_TEXTS_FILE = "texts.json"
-# in the folder of each run: the result of `DrafterComparer.replay_run`
+# in the folder of each run: the result of `DrafterComparer.replay_last_checkpoint`
 STUDY_RESULT_FILE = "study.json"
 NUM_TIMED_PROMPTS = 4  # number of prompts that are decoded to measure the duration of a round
-MAX_RUN_NAME_CHARACTERS = 150  # maximum length of a run's name without the seed
+MAX_VARIANT_NAME_CHARACTERS = 150  # maximum length of a run's name without the seed
 
 
 @dataclass
@@ -89,7 +89,7 @@ class StudyCommand:
         variant: the options that the variant changes, separated by spaces; "" for the base
         configuration. Raises ValueError, naming the variant, if the options are invalid.
         """
-        name = re.sub(r"[^\w.,+-]+", "_", variant or "base")[:MAX_RUN_NAME_CHARACTERS]
+        name = re.sub(r"[^\w.,+-]+", "_", variant or "base")[:MAX_VARIANT_NAME_CHARACTERS]
         run_options = [
             f"seed={seed}",
             f"name={name}-{seed}",
@@ -102,7 +102,7 @@ class StudyCommand:
         ]
         overrides = [*self.base, *shlex.split(variant), *run_options]
         try:
-            return compose_options("train", TrainConfig, overrides)
+            return compose_checked_options("train", TrainConfig, overrides)
         except ValueError as error:
             raise ValueError(
                 f"variants: {f'the variant {variant}' if variant else 'the base configuration'} "
@@ -116,7 +116,7 @@ def run_study(config: StudyCommand) -> None:
     evaluator = None
     results: dict[str, list[dict]] = {}
     timed_runs: dict[str, Path] = {}
-    with explain_interrupt("the same command continues from there"):
+    with set_interrupt_message("the same command continues from there"):
         # Train all variants with one seed before the next seed, so that slow changes of the
         # machine's speed affect all variants alike.
         for seed, variant in product(range(config.seeds), config.variants):
@@ -127,13 +127,13 @@ def run_study(config: StudyCommand) -> None:
             if not result_file.exists():
                 train_in_subprocess(run)
                 if evaluator is None:
-                    evaluator = DrafterComparer(config)
-                write_json(result_file, evaluator.replay_run(folder))
+                    evaluator = DrafterMeasurer(config)
+                write_json(result_file, evaluator.replay_last_checkpoint(folder))
             results.setdefault(variant, []).append(json.loads(result_file.read_text()))
         if evaluator is None:
-            evaluator = DrafterComparer(config)
+            evaluator = DrafterMeasurer(config)
         round_seconds = evaluator.time_rounds(timed_runs)
-    write_study_table(results, round_seconds, Path(config.out))
+    print_and_write_study_results(results, round_seconds, Path(config.out))
 
 
 def train_and_exit(run: TrainConfig) -> None:
@@ -167,7 +167,7 @@ def train_in_subprocess(run: TrainConfig) -> None:
         )
 
 
-class DrafterComparer:
+class DrafterMeasurer:
     """Measures drafters on the same texts: the target's greedy answers to held-out prompts."""
 
     def __init__(self, config: StudyCommand) -> None:
@@ -179,7 +179,7 @@ class DrafterComparer:
         from infer.config import DecodeOptions
         from infer.engine.repetition import MAX_LOOP_PERIOD_TOKENS
 
-        base = compose_options("train", TrainConfig, config.base)
+        base = compose_checked_options("train", TrainConfig, config.base)
         options = base.evaluation
         self.quantization = base.target.quantization
         self.target, _ = load_target_and_drafter(base.target, None)
@@ -201,7 +201,7 @@ class DrafterComparer:
         # for each text, a pair: the token ids of the prompt, and the token ids of the answer
         self.texts = json.loads(texts_file.read_text())["texts"]
 
-    def replay_run(self, run: Path) -> dict:
+    def replay_last_checkpoint(self, run: Path) -> dict:
         """Compute how many tokens per round the drafter of a training run commits on the texts.
 
         run: the folder of the run; its last checkpoint is used.
@@ -266,14 +266,14 @@ class DrafterComparer:
         return round_seconds
 
 
-def write_study_table(
+def print_and_write_study_results(
     results: dict[str, list[dict]], round_seconds: dict[tuple[str, str], float], out: Path
 ) -> None:
     """Print a table with one line per variant, write it to study.md, and write the figure
     study.svg. The variant with the largest acceptance length with trees comes first.
 
     results: keys are variants, values are the results of their runs, from
-        `DrafterComparer.replay_run`. All variants are compared with the first variant.
+        `DrafterComparer.replay_last_checkpoint`. All variants are compared with the first variant.
     round_seconds: the result of `DrafterComparer.time_rounds`.
     out: the folder to write to.
     """
@@ -285,18 +285,20 @@ def write_study_table(
     base_runs = next(iter(results.values()))
     points: dict[str, list] = {method: [] for method in STUDY_METHODS}
     intervals: dict[str, list] = {method: [] for method in STUDY_METHODS}
-    ranking = sorted(results, key=lambda variant: -pool_acceptance(results[variant], "ddtree")[0])
+    ranking = sorted(
+        results, key=lambda variant: -pool_acceptance_length(results[variant], "ddtree")[0]
+    )
     for rank, variant in enumerate(ranking, 1):
         runs = results[variant]
         mean_steps = sum(run["steps"] for run in runs) // len(runs)
         cells = [str(rank), variant or "the base", str(len(runs)), str(mean_steps)]
         for method in STUDY_METHODS:
-            tau, interval = pool_acceptance(runs, method)
+            tau, interval = pool_acceptance_length(runs, method)
             points[method].append((rank, tau))
             intervals[method].append(interval)
             tokens_per_second = tau / round_seconds[variant, method]
             cells += [f"{tau:.3f}{format_interval(interval)}", f"{tokens_per_second:.1f}"]
-        ratio, interval = pool_acceptance(runs, "ddtree", base_runs)
+        ratio, interval = pool_acceptance_length(runs, "ddtree", base_runs)
         table.append([*cells, f"{ratio:.3f}{format_interval(interval)}"])
 
     lines = []
@@ -311,23 +313,23 @@ def write_study_table(
     print(f"{text}\n\ntable    {out / 'study.md'}\npicture  {out / 'study.svg'}")
 
 
-def pool_acceptance(
+def pool_acceptance_length(
     runs: list[dict], method: str, base_runs: list[dict] | None = None
 ) -> tuple[float, list[float] | None]:
     """Return the acceptance length of all runs together, and its confidence interval over texts:
     [low, high], or None with too few texts.
 
-    runs: results of `DrafterComparer.replay_run`. method: one of STUDY_METHODS. If `base_runs` is
-    given, the ratio of the acceptance lengths of `runs` and `base_runs` and the confidence interval
-    of this ratio are returned instead.
+    runs: results of `DrafterComparer.replay_last_checkpoint`. method: one of STUDY_METHODS. If
+    `base_runs` is given, the ratio of the acceptance lengths of `runs` and `base_runs` and the
+    confidence interval of this ratio are returned instead.
     """
     import numpy as np
 
-    from infer.evaluation.metrics import acceptance_length, count_tokens_and_rounds
+    from infer.evaluation.metrics import compute_acceptance_length_or_ratio, count_tokens_and_rounds
 
     counts = []
     for group in (runs, base_runs):
         if group is not None:
             run_counts = [count_tokens_and_rounds(run["commits"][method]) for run in group]
             counts.append(np.sum(run_counts, 0))
-    return acceptance_length(*counts)
+    return compute_acceptance_length_or_ratio(*counts)

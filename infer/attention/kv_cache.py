@@ -26,7 +26,7 @@ class RecurrentStateStore(Protocol):
     """The methods that a KV cache calls on the states of recurrent layers.
     `infer.targets.recurrent.RecurrentStates` implements them."""
 
-    def reset_rows_from(self, first_row: int) -> "RecurrentStateStore": ...
+    def clear_and_take_rows_from(self, first_row: int) -> "RecurrentStateStore": ...
 
     def move_row(self, source: int, destination: int) -> None: ...
 
@@ -64,7 +64,7 @@ class LayerCacheView:
         planes.index_copy_(1, self.slot_mapping, heads.view(count, 2 * layers, -1).transpose(0, 1))
 
 
-class RecurrentCacheAdapter:
+class RecurrentCacheStub:
     """The cache methods that Hugging Face's recurrent layers call.
 
     The methods report that there is no earlier state, and return new inputs unchanged. The states
@@ -83,7 +83,7 @@ class RecurrentCacheAdapter:
 
 
 @dataclass
-class CacheView(RecurrentCacheAdapter):
+class CacheView(RecurrentCacheStub):
     """The part of a KV cache that one forward pass reads and writes.
 
     The keys and values of new positions are written at `slot_mapping`. Queries can attend to the
@@ -220,7 +220,7 @@ class KVCache:
     host accordingly. Nothing is concatenated or cropped.
 
     `add_rows` takes batch rows into use and `keep_rows` releases batch rows. The used rows are
-    always the first ones. Inside `pad_batch`, no tensor shape depends on the lengths or on the
+    always the first ones. Inside `fix_batch_size`, no tensor shape depends on the lengths or on the
     number of used rows, so that a forward pass can be recorded as a CUDA graph.
 
     If all layers have a sliding window, positions before the window can be evicted: the remaining
@@ -286,7 +286,7 @@ class KVCache:
         # for every row, the index of its first position in a buffer
         self.first_slots = torch.arange(num_rows, device=device) * capacity
         self.position_offsets = torch.arange(capacity, device=device)
-        # number of batch rows of every forward pass inside `pad_batch`, 0 outside
+        # number of batch rows of every forward pass inside `fix_batch_size`, 0 outside
         self.padded_batch_size = 0
 
     @property
@@ -305,7 +305,7 @@ class KVCache:
         return not self.padded_batch_size and len(set(self.lengths)) == 1
 
     @contextmanager
-    def pad_batch(self, batch_size: int) -> Generator[None]:
+    def fix_batch_size(self, batch_size: int) -> Generator[None]:
         """Give every forward pass inside this context the tensor shapes for exactly `batch_size`
         batch rows, regardless of how many are in use. A pass then also writes to unused rows, but
         this is never read."""
@@ -337,7 +337,7 @@ class KVCache:
         new_rows.lengths = [0] * count
         new_rows.buffers = [buffer[:, first_row * self.capacity :] for buffer in self.buffers]
         if self.recurrent_states is not None:
-            new_rows.recurrent_states = self.recurrent_states.reset_rows_from(first_row)
+            new_rows.recurrent_states = self.recurrent_states.clear_and_take_rows_from(first_row)
         new_rows.device_lengths = self.device_lengths[first_row:].zero_()
         new_rows.first_slots = self.first_slots[:count]
         new_rows.evicted_counts = self.evicted_counts[first_row:].zero_()
@@ -420,7 +420,7 @@ class KVCache:
             return indices
         return indices + self.evicted_counts[:num_rows, None]
 
-    def read_positions(self, row: int, start: int, count: int) -> list[torch.Tensor]:
+    def copy_keys_values(self, row: int, start: int, count: int) -> list[torch.Tensor]:
         """Return copies of the keys and values at `count` positions of a used row, beginning at
         index `start`.
 
@@ -430,9 +430,9 @@ class KVCache:
         first_slot = row * self.capacity + start
         return [buffer[:, first_slot : first_slot + count].clone() for buffer in self.buffers]
 
-    def restore_positions(self, row: int, blocks: list[list[torch.Tensor]]) -> None:
+    def restore_keys_values(self, row: int, blocks: list[list[torch.Tensor]]) -> None:
         """Write keys and values to the beginning of an empty row, and commit these positions.
-        `blocks` are results of `read_positions` for consecutive positions."""
+        `blocks` are results of `copy_keys_values` for consecutive positions."""
         first_slot = row * self.capacity
         length = 0
         for segment in blocks:

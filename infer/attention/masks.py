@@ -52,7 +52,7 @@ class MaskChunk:
     # (queries, keys in key_slices) float32: 0 or a very negative number, added to attention scores
     additive_mask: torch.Tensor
 
-    def gather(self, states: torch.Tensor) -> torch.Tensor:
+    def gather_keys(self, states: torch.Tensor) -> torch.Tensor:
         """Select the chunk's keys from the keys of all batch rows. The same works for values.
 
         states: (B, num_key_heads, num_keys, head_size), all keys or all values
@@ -64,7 +64,7 @@ class MaskChunk:
             return slices[0]
         return torch.cat(slices, dim=1)
 
-    def scatter_add(self, states: torch.Tensor, update: torch.Tensor) -> None:
+    def scatter_add_to_keys(self, states: torch.Tensor, update: torch.Tensor) -> None:
         """Add `update` in place at the chunk's keys.
 
         states: (B, num_key_heads, num_keys, head_size), changed in place
@@ -169,7 +169,7 @@ class AttentionMask:
         partial_tiles = []
         full_tiles = []
         for starts, ends in ranges:
-            partial, full = _find_partial_and_full_tiles(starts, ends, self.num_keys)
+            partial, full = _find_touched_and_full_tiles(starts, ends, self.num_keys)
             partial_tiles.append(partial)
             full_tiles.append(full)
         full = torch.stack(full_tiles).any(0)[:, None]  # (B, 1, query tiles, key tiles)
@@ -181,10 +181,10 @@ class AttentionMask:
             allowed = [(starts[b, q] <= kv) & (kv < ends[b, q]) for starts, ends in ranges]
             return allowed[0] if len(allowed) == 1 else allowed[0] | allowed[1]
 
-        kv_num_blocks, kv_indices = _build_tile_table(partial)
-        full_kv_num_blocks, full_kv_indices = _build_tile_table(full)
-        q_num_blocks, q_indices = _build_tile_table(partial.transpose(-1, -2))
-        full_q_num_blocks, full_q_indices = _build_tile_table(full.transpose(-1, -2))
+        kv_num_blocks, kv_indices = _count_and_order_tiles(partial)
+        full_kv_num_blocks, full_kv_indices = _count_and_order_tiles(full)
+        q_num_blocks, q_indices = _count_and_order_tiles(partial.transpose(-1, -2))
+        full_q_num_blocks, full_q_indices = _count_and_order_tiles(full.transpose(-1, -2))
         return BlockMask(
             seq_lengths=(ranges[0][0].shape[1], self.num_keys),
             kv_num_blocks=kv_num_blocks,
@@ -207,7 +207,7 @@ def keys_in_ranges(ranges: Sequence[KeyRange], keys: torch.Tensor) -> torch.Tens
     return allowed[0] if len(allowed) == 1 else allowed[0] | allowed[1]
 
 
-def _find_partial_and_full_tiles(
+def _find_touched_and_full_tiles(
     starts: torch.Tensor, ends: torch.Tensor, num_keys: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Find the tiles of FLEX_TILE_SIZE queries by FLEX_TILE_SIZE keys that attention must compute.
@@ -233,7 +233,7 @@ def _find_partial_and_full_tiles(
     return starts_early & ends_late, covers_start & covers_end & without_padding[:, None]
 
 
-def _build_tile_table(tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _count_and_order_tiles(tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the tiles that are true in `tiles` (B, 1, tile rows, tile columns) bool, in the form
     that FlexAttention's BlockMask takes.
 
@@ -257,7 +257,7 @@ def find_document_starts(documents: torch.Tensor) -> torch.Tensor:
 
 
 def build_training_mask(
-    starts: torch.Tensor,
+    block_start_positions: torch.Tensor,
     documents: torch.Tensor,
     block_size: int,
     causal: bool = False,
@@ -268,8 +268,9 @@ def build_training_mask(
     `block_size` positions each. The keys are T context positions followed by the N * width block
     positions.
 
-    starts: (B, N) int64, the position at which each block begins. For DFlash a block begins at the
-        bonus token, for DART at the position before the bonus token. An unused block may have any
+    block_start_positions: (B, N) int64, the position at which each block begins. For DFlash a block
+        begins at the bonus token, for DART at the position before the bonus token. An unused block
+        may have any
         start: its queries attend to some keys, and it carries no loss.
     documents: (B, T) int64, document number of every context position, -1 on padding
     causal: whether a position of a block attends only to itself and the block's positions before it
@@ -278,10 +279,14 @@ def build_training_mask(
         that are less than this many positions away. None means that there is no window.
     """
     context_length = documents.shape[1]
-    offsets = torch.arange(block_size, device=starts.device)
-    context_ends = starts[..., None].expand(-1, -1, block_size)  # (B, num_blocks, width)
-    context_starts = find_document_starts(documents).gather(1, starts)[..., None]
-    block_numbers = torch.arange(starts.shape[1], device=starts.device)
+    offsets = torch.arange(block_size, device=block_start_positions.device)
+    context_ends = block_start_positions[..., None].expand(
+        -1, -1, block_size
+    )  # (B, num_blocks, width)
+    context_starts = find_document_starts(documents).gather(1, block_start_positions)[..., None]
+    block_numbers = torch.arange(
+        block_start_positions.shape[1], device=block_start_positions.device
+    )
     # (num_blocks, 1): the first key of every block
     first_keys = context_length + block_size * block_numbers[:, None]
     block_starts = first_keys
@@ -298,7 +303,7 @@ def build_training_mask(
         (per_query(context_starts), per_query(context_ends)),
         (per_query(block_starts), per_query(block_ends)),
     ]
-    return AttentionMask(context_length + starts.shape[1] * block_size, ranges)
+    return AttentionMask(context_length + block_start_positions.shape[1] * block_size, ranges)
 
 
 def first_visible_position(

@@ -18,7 +18,7 @@ import httpx
 from rich.console import Console
 from rich.text import Text
 
-from infer.cli.serve import ServeCommand, open_served_engine
+from infer.cli.serve import ServeCommand, open_and_describe_engine
 from infer.serving.config import API_KEY_ENVIRONMENT_VARIABLE
 from infer.utils.checks import TEXT_OR_FILE_METADATA_KEY, require_at_least
 from infer.utils.progress import HEARTBEAT
@@ -78,7 +78,7 @@ def serve_in_background(config: ChatCommand) -> Generator[str]:
     from infer.serving.server import make_server
 
     started_or_failed = threading.Event()
-    engine, _ = open_served_engine(config)
+    engine, _ = open_and_describe_engine(config)
     server = make_server(engine, config.server, started_or_failed.set)
     with ThreadPoolExecutor(1) as thread:
         running_server = thread.submit(server.run)

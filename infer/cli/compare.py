@@ -10,7 +10,7 @@ from infer.utils.checks import check_nested_options
 from infer.utils.progress import Progress
 
 
-def find_run_name(checkpoint: str) -> str:
+def get_drafter_label(checkpoint: str) -> str:
     """Return the name of a drafter in the comparison.
 
     For a checkpoint of a training run, this is the name of the run's folder. For any other drafter,
@@ -45,7 +45,7 @@ class CompareCommand(CommandWithData):
         check_nested_options(self)
         if not self.checkpoints:
             raise ValueError("checkpoints is empty: give checkpoints=[runs/a/checkpoints/best,...]")
-        if len(set(map(find_run_name, self.checkpoints))) < len(self.checkpoints):
+        if len(set(map(get_drafter_label, self.checkpoints))) < len(self.checkpoints):
             raise ValueError(
                 f"checkpoints={list(self.checkpoints)}: two entries have the same run name; give "
                 "one checkpoint of each run"
@@ -73,7 +73,7 @@ def run(config: CompareCommand) -> None:
         options.external_prompts,
     )
     for checkpoint, drafter in zip(config.checkpoints, drafters, strict=True):
-        name = find_run_name(checkpoint)
+        name = get_drafter_label(checkpoint)
         progress = Progress(f"evaluating {name}", "prompts", minutes=options.max_minutes)
         evaluations[name] = evaluate(target, drafter, prompts, options, progress)
     out = Path(config.out)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from infer.cli.models import CommandWithTarget, load_target_and_drafters
-from infer.utils.progress import HEARTBEAT, report_activity
+from infer.utils.progress import HEARTBEAT, set_activity_within_block
 
 
 @dataclass
@@ -40,9 +40,9 @@ def run(config: DoctorCommand) -> None:
     from data.prompts import load_external_prompts
     from infer.doctor.engines import measure_engine, open_client
     from infer.doctor.examine import diagnose_drafter, format_diagnosis
-    from infer.evaluation.acceptance import find_reference, measure_reference
+    from infer.evaluation.acceptance import load_stored_reference, measure_reference
 
-    reference = find_reference(config.checkpoint)
+    reference = load_stored_reference(config.checkpoint)
     has_reference = reference is not None
     target, [drafter] = load_target_and_drafters(config.target, [config.checkpoint])
     if target.tokenizer is None:
@@ -57,7 +57,9 @@ def run(config: DoctorCommand) -> None:
             chats = load_external_prompts(target.tokenizer, DOCTOR_PROMPT_TOKENS, True)
         # Take every second prompt as plain text, and the others as chats.
         prompts = [(chats if i % 2 else texts)[i] for i in range(len(texts))]
-        with report_activity(f"measuring the drafter's acceptance on {len(prompts)} prompts"):
+        with set_activity_within_block(
+            f"measuring the drafter's acceptance on {len(prompts)} prompts"
+        ):
             reference = measure_reference(target, drafter, prompts)
     engine_result = None
     if config.url is not None:

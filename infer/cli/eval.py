@@ -13,7 +13,7 @@ from data.rows import DataConfig, refuse_embedded_answers
 from data.suites import SuiteConfig
 from infer.cli.models import CommandWithDrafter, MaskedConfig, load_target_and_drafter
 from infer.config import EvaluationConfig
-from infer.evaluation.tables import format_headline
+from infer.evaluation.tables import format_findings
 from infer.targets.masked_models import MASKED_DIFFUSION_TARGET_KIND, is_masked_diffusion
 from infer.utils.progress import Progress
 
@@ -109,7 +109,7 @@ def run(config: EvalCommand) -> None:
         settings = cast(dict[str, object], redact(asdict(config)))
         facts = RunDescription(redacted_command_line(), settings, data_name)
         report_path = write_report(out, [result], run=facts)
-        print(f"\n{format_headline(result)}\n\nreport      {report_path}")
+        print(f"\n{format_findings(result)}\n\nreport      {report_path}")
 
 
 def run_suite(config: EvalCommand) -> None:

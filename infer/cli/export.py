@@ -56,10 +56,10 @@ def run(config: ExportCommand) -> None:
     from infer import load_drafter, load_target
     from infer.evaluation.acceptance import ACCEPTANCE_REFERENCE_FILE_NAME
     from infer.evaluation.card import write_card
-    from infer.formats.compatibility import check_engines, describe_export
-    from infer.formats.export import check_base_model, check_export, export_drafter
+    from infer.formats.compatibility import check_engines, format_engine_verdicts
+    from infer.formats.export import check_base_model_sizes, check_export, export_drafter
     from infer.formats.gguf import convert_to_gguf, find_converter
-    from infer.targets.loading import resolve_path
+    from infer.targets.loading import resolve_hub_id_or_folder
     from infer.utils.files import atomic_create_folder
 
     target_config = config.target
@@ -69,7 +69,7 @@ def run(config: ExportCommand) -> None:
     drafter: Any = load_drafter(config.checkpoint)
     check_export(drafter, config.format)
     if config.base_model is not None:
-        warning = check_base_model(config.base_model, drafter)
+        warning = check_base_model_sizes(config.base_model, drafter)
         if warning:
             print(warning)
     has_embedding_or_head = drafter.embed_tokens is not None or drafter.lm_head is not None
@@ -80,7 +80,7 @@ def run(config: ExportCommand) -> None:
             target_config.path, target_config.dtype, "cpu", target_config.trust_remote_code, ()
         )
         drafter.check_target(target)
-        target.name = config.base_model or resolve_path(target_config.path)
+        target.name = config.base_model or resolve_hub_id_or_folder(target_config.path)
     with atomic_create_folder(out) as temporary_folder:
         export_drafter(drafter, config.format, target, temporary_folder)
         if converter:
@@ -88,7 +88,7 @@ def run(config: ExportCommand) -> None:
         base_model = config.base_model or target_config.path
         write_card(config.checkpoint, temporary_folder, config.license, base_model)
     print(f"export      {out}, format={config.format}")
-    print(describe_export(check_engines(out)))
+    print(format_engine_verdicts(check_engines(out)))
     if converter:
         print(f"llama.cpp   reads {next(out.glob('*.gguf'))}")
     if not (out / ACCEPTANCE_REFERENCE_FILE_NAME).is_file():

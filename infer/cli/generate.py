@@ -48,7 +48,7 @@ class GenerateCommand(CommandWithDrafter):
             raise ValueError("prompt is empty: give at least one character")
 
 
-def has_chat_template(target: Any) -> bool:
+def has_nontrivial_chat_template(target: Any) -> bool:
     """Return whether a target has a chat template that does more than output the message itself."""
     from infer.api import encode_prompt
 
@@ -68,7 +68,7 @@ def run(config: GenerateCommand) -> None:
         from infer import Generation, generate
 
         target, drafter = load_target_and_drafter(config.target, checkpoint, config.drafter)
-        is_chat = has_chat_template(target) if config.chat is None else config.chat
+        is_chat = has_nontrivial_chat_template(target) if config.chat is None else config.chat
         prompt = [{"role": "user", "content": config.prompt}] if is_chat else config.prompt
         generation = generate(target, drafter, prompt, options)
     assert isinstance(generation, Generation)

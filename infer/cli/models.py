@@ -23,7 +23,7 @@ else:
     MaskedConfig = masked_diffusion_options_class()
 
 # Values of the options drafter.* that are allowed without a drafter, because they change nothing.
-OPTION_VALUES_NEEDING_NO_DRAFTER = (None, "none", "auto")
+DRAFTER_OPTION_VALUES_WITHOUT_EFFECT = (None, "none", "auto")
 
 
 @dataclass
@@ -141,7 +141,7 @@ def _load_drafters(
     set_options = [
         f"drafter.{name}={value}"
         for name, value in load_options.items()
-        if value not in OPTION_VALUES_NEEDING_NO_DRAFTER
+        if value not in DRAFTER_OPTION_VALUES_WITHOUT_EFFECT
     ]
     if load_options["quantization"] == "auto":
         load_options["quantization"] = target_config.quantization

@@ -55,7 +55,7 @@ def run(config: NgramCommand) -> None:
     out = Path(config.out)
     progress = Progress("counting", "tokens")
     model = count_ngrams(documents, vocabulary, order, out, digest, progress, config.min_count)
-    progress.close()
+    progress.end_open_line()
     print(*counts.format_lines(), sep="\n")
     nodes = sum(model.nodes_per_level)
     print(

@@ -131,7 +131,7 @@ def run(config: RegenerateCommand) -> None:
     out = Path(config.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     with hold_lock_file(Path(f"{out}.lock"), f"out={out}", "out="):
-        counts = Regeneration(config).write_answers(out)
+        counts = Regeneration(config).generate_and_write_answers(out)
     print(f"{config.out}: {counts['answers']} answers, {counts['failed']} examples failed")
 
 
@@ -164,7 +164,7 @@ class Regeneration:
         self.question_prompts = []
         self.generates_questions = config.data.source == "self"
         if not self.generates_questions:
-            print_question_counts(config.data)
+            print_usable_question_count(config.data)
         if config.server is not None or self.generates_questions:
             self.tokenizer = load_tokenizer(
                 target_config.path,
@@ -192,7 +192,7 @@ class Regeneration:
         self.tokenizer = self.target.tokenizer
         self.identity = compute_target_digests(target_config.path, tokenizer_digest(self.tokenizer))
 
-    def write_answers(self, out: Path) -> dict[str, int]:
+    def generate_and_write_answers(self, out: Path) -> dict[str, int]:
         """Generate the answers and write them to the file `out`.
 
         With data=self, the target first generates the questions, which are written to the file
@@ -200,7 +200,7 @@ class Regeneration:
         examples}.
         """
         if not self.generates_questions:
-            return self.answer_examples(
+            return self.answer_and_write_examples(
                 lambda: load_data_examples(self.config, self.tokenizer), self.options, out
             )
         question_file = Path(f"{out}.questions")
@@ -209,7 +209,7 @@ class Regeneration:
             seed=self.options.seed,
             stop=self.question_prompts[0].stop_strings,
         )
-        self.answer_examples(
+        self.answer_and_write_examples(
             lambda: make_question_prompt_examples(self.config, self.question_prompts),
             replace(self.options, **vars(question_options)),
             question_file,
@@ -217,9 +217,9 @@ class Regeneration:
         examples = load_question_examples(
             self.config, self.question_prompts, self.tokenizer, question_file
         )
-        return self.answer_examples(lambda: iter(examples), self.options, out)
+        return self.answer_and_write_examples(lambda: iter(examples), self.options, out)
 
-    def answer_examples(
+    def answer_and_write_examples(
         self, load_examples: "Callable[[], Iterator[PromptExample]]", options: Any, out: Path
     ) -> dict[str, int]:
         """Generate the target's answers to examples, and write them to the file `out`.
@@ -248,7 +248,10 @@ class Regeneration:
             answer_examples = build_engine_answerer(self.target, self.drafter, options, capacity)
         else:
             client = OpenAIClient(
-                server, options, self.config.max_concurrent_requests, self.get_generation_prompt
+                server,
+                options,
+                self.config.max_concurrent_requests,
+                self.get_generation_prompt_suffix,
             )
             answer_examples = client.answer_examples
         return regenerate_answers(
@@ -285,7 +288,7 @@ class Regeneration:
             settings["rows"] = None
         return settings
 
-    def get_generation_prompt(self, example: "PromptExample") -> str:
+    def get_generation_prompt_suffix(self, example: "PromptExample") -> str:
         """Return the generation prompt: the text that the chat template adds before an answer.
 
         For an example that is a plain text, "" is returned.
@@ -299,7 +302,7 @@ class Regeneration:
         )
 
 
-def print_question_counts(data: DataConfig) -> None:
+def print_usable_question_count(data: DataConfig) -> None:
     """Print to stderr how many questions a data set has, and how many examples are unusable.
 
     Raises ValueError if the data set has no questions, or too many invalid examples.

@@ -38,7 +38,7 @@ class ServeCommand(CommandWithDrafter):
     server: ServerConfig = field(default_factory=ServerConfig)
 
 
-def open_served_engine(config: ServeCommand) -> "tuple[Engine, str]":
+def open_and_describe_engine(config: ServeCommand) -> "tuple[Engine, str]":
     """Load the target and the drafter, and create an engine that decodes with them.
 
     Returns (engine, description). The description is a line to print, with the model, the address,
@@ -56,7 +56,7 @@ def open_served_engine(config: ServeCommand) -> "tuple[Engine, str]":
     target, drafter = load_target_and_drafter(config.target, checkpoint, config.drafter)
     # A masked diffusion model generates whole blocks of tokens, so an output may need more KV cache
     # positions than it has tokens.
-    extra_positions = decoding.output_positions(1) - 1
+    extra_positions = decoding.count_output_positions(1) - 1
     capacity = min(server.max_length, max_positions(target) - extra_positions)
     engine = open_engine(target, drafter, decoding, capacity)
     description = (
@@ -75,7 +75,7 @@ def run(config: ServeCommand) -> None:
     # drafter are loaded in a separate thread. If these OpenMP threads kept running beside those of
     # the engine, both groups would sleep between parallel loops and slow decoding (see LOG.md).
     with ThreadPoolExecutor(1) as loader:
-        engine, description = loader.submit(open_served_engine, config).result()
+        engine, description = loader.submit(open_and_describe_engine, config).result()
     HEARTBEAT.set_activity(None)
     message = f"{description}; talk to it with ./launch.sh chat url={config.server.url}"
     serve(engine, config.server, lambda: print(message, file=sys.stderr, flush=True))

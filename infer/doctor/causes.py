@@ -13,7 +13,7 @@ from typing import Any
 
 from infer.api import encode_prompt, max_positions
 from infer.doctor.comparison import AcceptanceComparison, is_significantly_lower
-from infer.doctor.replay import compute_target_states, replay_chains
+from infer.doctor.replay import compute_features_and_agreement, replay_chains
 from infer.doctor.variations import (
     Variations,
     copy_with_config,
@@ -54,7 +54,7 @@ def count_tokenization_mismatches(comparison: AcceptanceComparison, chat: bool) 
         if answer.chat != chat:
             continue
         if comparison.engine is not None:
-            mismatches += comparison.engine.prompt_tokens[i] != len(answer.prompt_ids)
+            mismatches += comparison.engine.prompt_token_counts[i] != len(answer.prompt_ids)
         else:
             mismatches += encode_reference_prompt(comparison.target, answer) != answer.prompt_ids
     return mismatches
@@ -110,7 +110,7 @@ def detect_draft_length(comparison: AcceptanceComparison) -> str | None:
     if comparison.engine is None or not comparison.is_acceptance_low:
         return None
     draft_length = comparison.drafter.block_size - 1
-    drafts_per_round = comparison.engine.drafts_per_round
+    drafts_per_round = comparison.engine.draft_tokens_per_round
     if draft_length - 0.5 <= drafts_per_round <= draft_length + 1.5:
         return None
     return f"it drafts {drafts_per_round:.1f} tokens a round, of {draft_length}"
@@ -157,12 +157,15 @@ def detect_long_context(comparison: AcceptanceComparison) -> str | None:
     for answer in comparison.reference.answers:
         ids += [*answer.prompt_ids, *answer.answer_ids]
     ids = ids[: max_positions(target)]
-    if "sliding_window" not in drafter.family.options or len(ids) < 4 * LONG_CONTEXT_ANSWER_TOKENS:
+    if (
+        "sliding_window" not in drafter.family.specific_option_names
+        or len(ids) < 4 * LONG_CONTEXT_ANSWER_TOKENS
+    ):
         return None
 
     context_length = len(ids) - LONG_CONTEXT_ANSWER_TOKENS
     feature_layers = list_feature_layers(drafter)
-    states = compute_target_states(
+    states = compute_features_and_agreement(
         target, [ids[:context_length]], [ids[context_length:]], feature_layers
     )
     draft_length = drafter.block_size - 1

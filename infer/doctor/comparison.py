@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from infer.doctor.replay import TargetStates, compute_target_states
+from infer.doctor.replay import TargetStates, compute_features_and_agreement
 from infer.drafters.base import Drafter
 from infer.evaluation.results import AcceptanceCounts, AcceptanceReference
 from infer.targets.target import Target
@@ -29,10 +29,10 @@ class EngineMeasurement:
     engine: name of the engine
     texts: texts of the answers
     answer_ids: token ids of the answers
-    prompt_tokens: number of tokens of each prompt, as the engine reports it
+    prompt_token_counts: number of tokens of each prompt, as the engine reports it
     acceptance_by_answer: acceptance of each answer, or a single entry for all answers together
     repeated_acceptance: the same for the second request with each prompt
-    drafts_per_round: mean number of draft tokens per round
+    draft_tokens_per_round: mean number of draft tokens per round
     incomparable_options: "" if the engine drafts one chain of a whole block per round. Otherwise
         its acceptance cannot be compared, and this text lists its decoding options.
     """
@@ -40,10 +40,10 @@ class EngineMeasurement:
     engine: str
     texts: list[str]
     answer_ids: list[list[int]]
-    prompt_tokens: list[int]
+    prompt_token_counts: list[int]
     acceptance_by_answer: list[AcceptanceCounts]
     repeated_acceptance: list[AcceptanceCounts]
-    drafts_per_round: float
+    draft_tokens_per_round: float
     incomparable_options: str = ""
 
 
@@ -90,16 +90,16 @@ class AcceptanceComparison:
         return is_significantly_lower(compared, local)
 
     @property
-    def relative_difference(self) -> float:
+    def relative_count_difference(self) -> float:
         """The difference between the two measurements' numbers of rounds and accepted draft tokens
-        (`count_difference`), divided by the numbers of this process.
+        (`sum_absolute_count_differences`), divided by the numbers of this process.
 
         It is 0 if the drafter was used in the same way in both measurements.
         """
         if not self.is_comparable:
             return 0.0
         total = sum(counts.rounds + sum(counts.accepted) for counts in self.local_acceptance)
-        difference = count_difference(self.local_acceptance, self.compared_acceptance)
+        difference = sum_absolute_count_differences(self.local_acceptance, self.compared_acceptance)
         return difference / max(1, total)
 
     @property
@@ -112,7 +112,9 @@ class AcceptanceComparison:
         if self.engine is None:
             return self.target_states.greedy_agreement
         prompts = [answer.prompt_ids for answer in self.reference.answers]
-        return compute_target_states(self.target, prompts, self.engine.answer_ids).greedy_agreement
+        return compute_features_and_agreement(
+            self.target, prompts, self.engine.answer_ids
+        ).greedy_agreement
 
 
 def is_significantly_lower(counts: AcceptanceCounts, expected: AcceptanceCounts) -> bool:
@@ -124,7 +126,7 @@ def is_significantly_lower(counts: AcceptanceCounts, expected: AcceptanceCounts)
     return counts.mean_accepted < min(rounding_limit, chance_limit)
 
 
-def count_difference(
+def sum_absolute_count_differences(
     counts: Sequence[AcceptanceCounts], other_counts: Sequence[AcceptanceCounts]
 ) -> int:
     """Return the sum of the absolute differences between two measurements, in their numbers of

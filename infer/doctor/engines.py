@@ -113,10 +113,10 @@ def measure_engine(client: httpx.Client, reference: AcceptanceReference) -> Engi
         engine=counters.engine,
         texts=[read_answer_text(answer) for answer in answers],
         answer_ids=answer_ids,
-        prompt_tokens=prompt_tokens,
+        prompt_token_counts=prompt_tokens,
         acceptance_by_answer=acceptance[::DOCTOR_REQUESTS_PER_PROMPT],
         repeated_acceptance=acceptance[1::DOCTOR_REQUESTS_PER_PROMPT],
-        drafts_per_round=total.get(counters.drafted, 0) / rounds,
+        draft_tokens_per_round=total.get(counters.drafted, 0) / rounds,
         incomparable_options=incomparable_options,
     )
 

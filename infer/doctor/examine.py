@@ -20,10 +20,10 @@ from infer.doctor.causes import (
 from infer.doctor.comparison import (
     AcceptanceComparison,
     EngineMeasurement,
-    count_difference,
     is_significantly_lower,
+    sum_absolute_count_differences,
 )
-from infer.doctor.replay import compute_target_states, replay_chains
+from infer.doctor.replay import compute_features_and_agreement, replay_chains
 from infer.doctor.variations import DrafterVariation, list_feature_layers
 from infer.drafters.base import Drafter
 from infer.evaluation.results import AcceptanceCounts, AcceptanceReference
@@ -93,7 +93,7 @@ def diagnose_drafter(
         feature_layers |= dict.fromkeys(variation.feature_layers)
     prompts = [answer.prompt_ids for answer in reference.answers]
     answers = [answer.answer_ids for answer in reference.answers]
-    states = compute_target_states(target, prompts, answers, list(feature_layers))
+    states = compute_features_and_agreement(target, prompts, answers, list(feature_layers))
     draft_length = reference.block_size - 1
 
     @cache
@@ -170,7 +170,7 @@ def diagnose_without_card(
     )
     advice = best.cause.folder_advice.format(label)
     return make_cause_diagnosis(
-        best.cause, verdict, evidence + list_evidence(variation_results), advice
+        best.cause, verdict, evidence + list_variation_acceptances(variation_results), advice
     )
 
 
@@ -196,8 +196,9 @@ def make_healthy_diagnosis(
     if engine is not None and engine.incomparable_options:
         verdict += (
             f" Of {engine.engine} the prompts and the answers were compared, not the acceptance: "
-            f"it has {engine.incomparable_options}, {engine.drafts_per_round:.1f} drafts a round "
-            "here. To compare that too, start it with decoding.method=chain "
+            f"it has {engine.incomparable_options}, "
+            f"{engine.draft_tokens_per_round:.1f} draft tokens per round here. To compare that "
+            "too, start it with decoding.method=chain "
             f"decoding.budget={local.reference.block_size - 1}."
         )
     sentence = LONG_CONTEXT_ACCEPTANCE_CAUSE.detect(local)
@@ -241,14 +242,19 @@ def diagnose_comparison(
             return make_cause_diagnosis(cause, f"{sentence} ({summary})", evidence, advice)
 
     is_low = comparison.is_acceptance_low
-    if not is_low and comparison.relative_difference < MIN_RELATIVE_ACCEPTANCE_DIFFERENCE_TO_REPLAY:
+    if (
+        not is_low
+        and comparison.relative_count_difference < MIN_RELATIVE_ACCEPTANCE_DIFFERENCE_TO_REPLAY
+    ):
         return None
     compared = comparison.compared_acceptance
     results = replay_variations()
-    best = min(results, key=lambda result: count_difference(result.acceptance, compared))
-    difference = max(1, count_difference(comparison.local_acceptance, compared))
-    explained_share = 1 - count_difference(best.acceptance, compared) / difference
-    all_evidence = evidence + list_evidence(results)
+    best = min(
+        results, key=lambda result: sum_absolute_count_differences(result.acceptance, compared)
+    )
+    difference = max(1, sum_absolute_count_differences(comparison.local_acceptance, compared))
+    explained_share = 1 - sum_absolute_count_differences(best.acceptance, compared) / difference
+    all_evidence = evidence + list_variation_acceptances(results)
     min_share = (
         MIN_EXPLAINED_ACCEPTANCE_LOSS_SHARE if is_low else MIN_EXPLAINED_SHARE_AT_NORMAL_ACCEPTANCE
     )
@@ -263,7 +269,7 @@ def diagnose_comparison(
     return Diagnosis(False, f"Low, and no known cause explains it: {summary}.", all_evidence)
 
 
-def list_evidence(results: list[VariationResult]) -> Evidence:
+def list_variation_acceptances(results: list[VariationResult]) -> Evidence:
     """Return pairs (label, acceptance): one for each tested variation of the drafter."""
     evidence = []
     for result in results:

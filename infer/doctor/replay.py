@@ -59,7 +59,7 @@ def find_next_norm(target: Target, layer: int) -> torch.nn.Module | None:
 
 
 @torch.inference_mode()
-def compute_target_states(
+def compute_features_and_agreement(
     target: Target,
     prompts: list[list[int]],
     answers: list[list[int]],

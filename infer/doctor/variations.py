@@ -105,7 +105,7 @@ def make_flag_variation(key: str) -> Callable[[Target, Drafter], Variations]:
     """
 
     def vary_flag(target: Target, drafter: Drafter) -> Variations:
-        if key not in drafter.family.options:
+        if key not in drafter.family.specific_option_names:
             return
         value = drafter.family_config.get(key)
         if key == "causal":

@@ -41,7 +41,7 @@ from infer.drafters.initial_weights import shrink_final_norm
 from infer.drafters.layer import CosSin, DrafterLayer, negate_first_half
 from infer.drafters.state import AttentionPattern, BlockPosition, DrafterState, allocate_cache
 from infer.drafters.target_head import TargetHeadCopy, update_target_head_copy
-from infer.drafters.warm_start import layer_matches_target, read_target_layer
+from infer.drafters.warm_start import get_ungated_target_weights, layer_matches_target
 from infer.kernels.table import Kernels, select_kernels
 from infer.targets.layers import convert_norm
 from infer.targets.target import Target, parameter_aliases
@@ -249,7 +249,7 @@ class Drafter(nn.Module):
             return None
         return cast(ConditionalHead, self.get_submodule(self.head_spec.module_name))
 
-    def add_conditional_head(self) -> None:
+    def add_conditional_and_confidence_heads(self) -> None:
         """Create the conditional head and the confidence head if config.json describes them. Their
         weights are uninitialised.
 
@@ -402,7 +402,7 @@ class Drafter(nn.Module):
         all_target_layers = cast(nn.ModuleList, target.decoder.layers)
         target_layers = [all_target_layers[i] for i in layer_ids]
         layer_weights = [
-            layers[0].adapt_target_weights(read_target_layer(layer, target))
+            layers[0].adapt_target_weights(get_ungated_target_weights(layer, target))
             for layer in target_layers
         ]
         if not target_layers:
@@ -507,7 +507,7 @@ def limit_attention_window(drafter: Drafter, window: int) -> None:
     SGLang has the same option, `--speculative-dflash-draft-window-size`. Raises ValueError if the
     drafter's family does not support sliding windows, or if the window is shorter than a block.
     """
-    if "sliding_window" not in drafter.family.options:
+    if "sliding_window" not in drafter.family.specific_option_names:
         raise ValueError(
             f"drafter.sliding_window={window}: {drafter.family.title} drafters do not support "
             "sliding windows; remove this option"

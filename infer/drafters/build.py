@@ -134,7 +134,7 @@ def choose_feature_layers(
     return tuple(int(layer) for layer in layer_ids)
 
 
-def build_feature_layer_keys(
+def build_feature_layer_config(
     options: DrafterConfig, target_config: PretrainedConfig
 ) -> dict[str, Any]:
     """Return the entries of config.json that define which target layers a new drafter reads.
@@ -178,7 +178,9 @@ def choose_rope_parameters(target_config: PretrainedConfig) -> dict[str, Any]:
     return numbers | parameters | {"rope_type": rope_type}
 
 
-def build_shared_keys(options: DrafterConfig, target_config: PretrainedConfig) -> dict[str, Any]:
+def build_family_independent_config(
+    options: DrafterConfig, target_config: PretrainedConfig
+) -> dict[str, Any]:
     """Return the entries of a new drafter's config.json that do not depend on the drafter family:
     mainly sizes, from the target or from the options."""
     num_slots = options.block_size
@@ -214,7 +216,7 @@ def build_shared_keys(options: DrafterConfig, target_config: PretrainedConfig) -
     return shared_keys
 
 
-def check_draft_vocabulary(options: DrafterConfig, target_config: PretrainedConfig) -> None:
+def check_draft_vocab_size(options: DrafterConfig, target_config: PretrainedConfig) -> None:
     """Raise ValueError if the drafter would propose more tokens than the target's vocabulary
     has."""
     if (options.draft_vocab_size or 0) > target_config.vocab_size:
@@ -240,12 +242,12 @@ def build_drafter_config(
     family = DRAFTER_FAMILIES[options.family]
     family_config = family.load().build_family_config(options, target_config, target)
     family_config |= build_head_config(options.head)
-    check_draft_vocabulary(options, target_config)
+    check_draft_vocab_size(options, target_config)
 
     keys = family.build_config_entries(family_config)
     if options.draft_vocab_size:
         keys["draft_vocab_size"] = options.draft_vocab_size
-    return Qwen3Config(**keys, **build_shared_keys(options, target_config))
+    return Qwen3Config(**keys, **build_family_independent_config(options, target_config))
 
 
 def create_drafter(
@@ -262,7 +264,7 @@ def create_drafter(
 
 
 @torch.no_grad()
-def get_target_embeddings(target: Target) -> torch.Tensor:
+def compute_target_input_embeddings(target: Target) -> torch.Tensor:
     """Return the input vector of the target's first layer for every token,
     (vocab_size, hidden_size).
 
@@ -284,7 +286,7 @@ def remove_copied_embedding_and_head(drafter: Drafter, target: Target) -> None:
     if drafter.family.includes_lm_head:
         return
     pairs = {
-        "embed_tokens": (drafter.embed_tokens, get_target_embeddings(target)),
+        "embed_tokens": (drafter.embed_tokens, compute_target_input_embeddings(target)),
         "lm_head": (drafter.lm_head, get_target_head_weight(drafter, target)),
     }
     for name, (module, target_weight) in pairs.items():
@@ -320,8 +322,8 @@ def read_options_from_config(drafter: Drafter) -> dict[str, Any]:
     if "mask_token_id" in family_config:
         options["mask_token_id"] = family_config["mask_token_id"]
     for name in ("sample_from_anchor", "causal", "layer_fusion"):
-        if name in family.options:
+        if name in family.specific_option_names:
             options[name] = bool(family_config.get(name))
-    if "conv_kernel_size" in family.options:
+    if "conv_kernel_size" in family.specific_option_names:
         options["conv_kernel_size"] = family_config.get("conv_kernel_size", 0)
     return options

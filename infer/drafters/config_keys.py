@@ -81,7 +81,7 @@ class ParsedConfig:
             return self.family.load()(Qwen3Config(**self.config_kwargs))
 
 
-class CheckedKeys(dict[str, Any]):
+class ValidConfigEntries(dict[str, Any]):
     """The valid entries of a drafter's config.json, as a flat dictionary.
 
     The dictionary has the keys that have a rule in `DRAFTER_CONFIG_KEY_RULES` and whose value the
@@ -241,7 +241,7 @@ class CheckedKeys(dict[str, Any]):
             self.add_problem("head_dim", f"is {head_dim}, expected an even number")
 
     @property
-    def padded_rows(self) -> int | None:
+    def padded_vocab_rows(self) -> int | None:
         """The value of `draft_vocab_size` if it is larger than the vocabulary, else None. The
         tensors of such a checkpoint have padding rows after the last token."""
         rows = self.get("draft_vocab_size", 0)
@@ -317,17 +317,17 @@ class CheckedKeys(dict[str, Any]):
         }
 
     def read_feature_layers(
-        self, layers: int | None, first_layer_id: int, last_tap: str
+        self, layers: int | None, first_layer_id: int, default_last_tap: str
     ) -> dict[str, Any]:
         """Return the config.json entries that describe which target layers the drafter reads.
 
-        `target_layer_ids` are the layers, counted from 0. `last_tap` is included if the target's
-        last layer is, or may be, among them. The value "raw" means that the drafter reads the last
-        layer's output before the target's final norm, and "normed" means after the norm.
+        `target_layer_ids` are the layers, counted from 0. `default_last_tap` is included if the
+        target's last layer is, or may be, among them. The value "raw" means that the drafter reads
+        the last layer's output before the target's final norm, and "normed" means after the norm.
 
         `layers` is the target's number of layers, None if unknown. `first_layer_id` is the number
-        of the target's first layer in this config.json. The argument `last_tap` is the default
-        value.
+        of the target's first layer in this config.json. The argument `default_last_tap` is the
+        default value.
         """
         layer_ids = self["target_layer_ids"]
         too_high = layers is not None and max(layer_ids) >= layers + first_layer_id
@@ -339,8 +339,8 @@ class CheckedKeys(dict[str, Any]):
 
         layer_ids = [layer - first_layer_id for layer in layer_ids]
         if layers is None or layers - 1 in layer_ids:
-            last_tap = self.get("last_tap", last_tap)
-            return {"target_layer_ids": layer_ids, "last_tap": last_tap}
+            default_last_tap = self.get("last_tap", default_last_tap)
+            return {"target_layer_ids": layer_ids, "last_tap": default_last_tap}
         return {"target_layer_ids": layer_ids}
 
 

@@ -22,7 +22,9 @@ class ExportFormat:
 
     # whether checkpoints contain copies of the target's embedding and language model head
     stores_embedding_and_head: bool = False
-    heads: tuple[str, ...] = ()  # names (`HeadSpec.name`) of the supported conditional heads
+    supported_head_names: tuple[
+        str, ...
+    ] = ()  # names (`HeadSpec.name`) of the supported conditional heads
     allows_no_head: bool = True  # whether drafters without a conditional head can be exported
     # whether drafters with convolutions can be exported; they must also have a selector head
     allows_convolutions: bool = False
@@ -38,7 +40,7 @@ class ExportFormat:
         """
         if head is None:
             return self.allows_no_head and not convolutions
-        if head.name not in self.heads:
+        if head.name not in self.supported_head_names:
             return False
         return not convolutions or (self.allows_convolutions and head.name == "selector")
 
@@ -54,12 +56,12 @@ class Family:
     class_path: str
     architecture: str = ""  # the class name under `architectures` in config.json
     config_key: str = ""  # key of the object in config.json that holds this family's own keys
-    layers: int | None = None  # the only allowed number of layers; None allows any number
+    required_layers: int | None = None  # the only allowed number of layers; None allows any number
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)  # ZeRO stages of DeepSpeed that training supports
     # key: name of an export format, the value of the export command's option `format`
     formats: dict[str, ExportFormat] = field(default_factory=dict)
     # names of options of `drafter` that this family reads but some other family ignores
-    options: tuple[str, ...] = ()
+    specific_option_names: tuple[str, ...] = ()
     # whether drafted positions have a mask token as input, a token id that never occurs in text
     uses_mask_token: bool = False
     # whether the drafter has its own language model head, which starts as a copy of the target's
@@ -113,7 +115,7 @@ _FAMILIES = (
                 refused_features=("from anchor", "reduced vocabulary", "layer fusion")
             ),
             "dflash2": ExportFormat(
-                heads=("selector",),
+                supported_head_names=("selector",),
                 allows_no_head=False,
                 allows_convolutions=True,
                 refused_features=(
@@ -125,24 +127,24 @@ _FAMILIES = (
             ),
             "dspark": ExportFormat(
                 stores_embedding_and_head=True,
-                heads=("markov",),
+                supported_head_names=("markov",),
                 refused_features=_FEATURES_REFUSED_BY_DSPARK_FORMATS,
             ),
             "specforge": ExportFormat(
-                heads=("markov", "gru"),
+                supported_head_names=("markov", "gru"),
                 allows_no_head=False,
                 refused_features=_FEATURES_REFUSED_BY_DSPARK_FORMATS,
             ),
             "speculators": ExportFormat(
                 stores_embedding_and_head=True,
-                heads=("markov", "selector", "xpress"),
+                supported_head_names=("markov", "selector", "xpress"),
                 allows_convolutions=True,
                 refused_features=_FEATURES_REFUSED_BY_SPECULATORS_FORMAT,
             ),
             "transformers": ExportFormat(refused_features=_FEATURES_REFUSED_BY_TRANSFORMERS_FORMAT),
             "gguf": ExportFormat(
                 stores_embedding_and_head=True,
-                heads=("selector", "markov"),
+                supported_head_names=("selector", "markov"),
                 allows_convolutions=True,
                 refused_features=(
                     "selector pairs",
@@ -153,7 +155,7 @@ _FAMILIES = (
                 ),
             ),
         },
-        options=(
+        specific_option_names=(
             "sample_from_anchor",
             "causal",
             "sliding_window",
@@ -169,11 +171,11 @@ _FAMILIES = (
         class_path="infer.drafters.dart.model:DART",
         architecture="DARTDraftModel",
         config_key="dart_config",
-        layers=1,
+        required_layers=1,
         # Training reads the whole weight of the language model head, which ZeRO stage 3 shards.
         zero_stages=(0, 1, 2),
         includes_lm_head=True,
-        options=("head",),
+        specific_option_names=("head",),
     ),
 )
 DRAFTER_FAMILIES = {family.name: family for family in _FAMILIES if is_installed(family.class_path)}
@@ -190,7 +192,7 @@ EXPORT_FORMATS = {
 MISSING_FAMILIES = [family for family in _FAMILIES if family.name not in DRAFTER_FAMILIES]
 # Names of options of `drafter` that some families read and others ignore.
 FAMILY_SPECIFIC_OPTIONS = tuple(
-    dict.fromkeys(option for family in _FAMILIES for option in family.options)
+    dict.fromkeys(option for family in _FAMILIES for option in family.specific_option_names)
 )
 
 
@@ -209,10 +211,10 @@ def check_family_and_layers(family_name: str, layers: int) -> None:
     family = DRAFTER_FAMILIES.get(family_name)
     if family is None:
         raise ValueError(f"drafter.family={family_name}: use {' or '.join(DRAFTER_FAMILIES)}")
-    if family.layers not in (None, layers):
-        plural = "s" if family.layers > 1 else ""
+    if family.required_layers not in (None, layers):
+        plural = "s" if family.required_layers > 1 else ""
         raise ValueError(
-            f"drafter.layers={layers}: a {family.title} drafter has {family.layers} "
+            f"drafter.layers={layers}: a {family.title} drafter has {family.required_layers} "
             f"layer{plural}; drafter={family_name} sets this number, so remove drafter.layers"
         )
 
@@ -228,7 +230,7 @@ def check_family_options(options: Any) -> None:
     defaults = vars(type(options)())
     for name in FAMILY_SPECIFIC_OPTIONS:
         value = vars(options)[name]
-        if name in family.options or value == defaults[name]:
+        if name in family.specific_option_names or value == defaults[name]:
             continue
         option = f"drafter.{name}={value}"
         if name == "head":

@@ -41,7 +41,7 @@ def negate_first_half(sin: torch.Tensor) -> torch.Tensor:
     return torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
 
 
-class DrafterAttention(nn.Module):
+class DrafterAttentionProjections(nn.Module):
     """The projections (query, key, value, output) of an attention layer whose input vectors have
     `input_size` entries.
 
@@ -106,12 +106,12 @@ class DrafterLayer(nn.Module):
     attention have `input_size` entries."""
 
     # Prefixes of the names of tensors that exist in a drafter layer but not in a target layer.
-    drafter_only_prefixes: tuple[str, ...] = ()
+    drafter_only_tensor_prefixes: tuple[str, ...] = ()
 
     def __init__(self, config: Qwen3Config, input_size: int, use_qk_norm: bool = True) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.self_attn = DrafterAttention(config, input_size, use_qk_norm)
+        self.self_attn = DrafterAttentionProjections(config, input_size, use_qk_norm)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = Qwen3MLP(config)
 
@@ -187,7 +187,7 @@ def attend_packed_context(
 
 
 def attend_cached_context(
-    cache_window: CacheView,
+    cache_view: CacheView,
     layer: int,
     mask: AttentionMask | torch.Tensor | None,
     queries: torch.Tensor,
@@ -198,9 +198,9 @@ def attend_cached_context(
     keys and values are cached, and to the blocks.
 
     `queries`, `keys` and `values` (B, heads, num_queries, head_size) belong to the blocks.
-    `cache_window` describes the cache and `layer` is the index of the layer. The keys and values of
+    `cache_view` describes the cache and `layer` is the index of the layer. The keys and values of
     the blocks are written into the cache after the committed positions; the next pass overwrites
     them. Returns the output of attention in the shape of `queries`.
     """
-    keys, values = cache_window.update(keys, values, layer)
+    keys, values = cache_view.update(keys, values, layer)
     return select_kernels(values.device, values.dtype).attention(queries, keys, values, mask)

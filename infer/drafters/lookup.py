@@ -57,14 +57,14 @@ class LookupState:
         are removed."""
         self.sequences = [self.sequences[i] for i in order]
 
-    def read(self, row: int, start: int, count: int) -> list[torch.Tensor]:
+    def read_cached_states(self, row: int, start: int, count: int) -> list[torch.Tensor]:
         """Return an empty list, because `restore` needs only the tokens, which the caller has.
 
         The same method of other drafters returns cached keys and values.
         """
         return []
 
-    def restore(self, row: int, ids: list[int], pieces: list[list[torch.Tensor]]) -> None:
+    def restore_row(self, row: int, ids: list[int], pieces: list[list[torch.Tensor]]) -> None:
         """Fill the empty batch row `row` with the tokens `ids`. `pieces` is ignored."""
         self.sequences[row] = list(ids)
 

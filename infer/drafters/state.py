@@ -29,7 +29,7 @@ class BlockPosition(NamedTuple):
     context_lengths: torch.Tensor  # (B,) int64: number of cached positions before each block
     # cos and sin of the blocks' rotary embeddings, (B, positions of a block, head size) each
     rotary: tuple[torch.Tensor, torch.Tensor]
-    cache_window: CacheView
+    cache_view: CacheView
 
 
 def build_cached_block_mask(
@@ -42,7 +42,7 @@ def build_cached_block_mask(
     `pattern` tells whether attention is causal within the block, and the length of the sliding
     window (None: no window).
     """
-    window = position.cache_window
+    window = position.cache_view
     keys = window.visible_end - window.visible_start
     context_lengths = position.context_lengths - window.visible_start
     return build_draft_mask(
@@ -83,18 +83,20 @@ class DrafterState:
         are removed."""
         self.cache.keep_rows(order)
 
-    def read(self, row: int, start: int, count: int) -> list[torch.Tensor]:
+    def read_cached_states(self, row: int, start: int, count: int) -> list[torch.Tensor]:
         """Return copies of the cached keys and values of batch row `row` at `count` positions,
         starting with position `start`."""
-        return self.cache.read_positions(row, start, count)
+        return self.cache.copy_keys_values(row, start, count)
 
-    def restore(self, row: int, ids: list[int], cached_ranges: list[list[torch.Tensor]]) -> None:
+    def restore_row(
+        self, row: int, ids: list[int], cached_ranges: list[list[torch.Tensor]]
+    ) -> None:
         """Fill the empty batch row `row` with cached keys and values.
 
         `cached_ranges` are results of `read` for consecutive ranges of positions. `ids` are the
         tokens at these positions; they are ignored here, but prompt lookup needs them.
         """
-        self.cache.restore_positions(row, cached_ranges)
+        self.cache.restore_keys_values(row, cached_ranges)
 
 
 def allocate_cache(

@@ -29,7 +29,7 @@ from infer.targets.target import Target
 MAX_LAYER_DIFFERENCE = 0.05
 # The value of MAX_LAYER_DIFFERENCE for target layers with gated attention, which a drafter layer
 # only approximates.
-MAX_GATED_LAYER_DIFFERENCE = 1.0
+MAX_WARM_START_GATED_LAYER_DIFFERENCE = 1.0
 MIN_WARM_START_COMPARED_POSITIONS = (
     4  # minimum number of positions at which a drafter layer and a target layer are compared
 )
@@ -64,7 +64,7 @@ def layer_matches_target(
     layer_shapes = {
         name: tensor.shape
         for name, tensor in layer.state_dict().items()
-        if not name.startswith(layer.drafter_only_prefixes)
+        if not name.startswith(layer.drafter_only_tensor_prefixes)
     }
     weight_shapes = {name: tensor.shape for name, tensor in weights.items()}
     gated = has_gated_attention(target_layer)
@@ -89,7 +89,7 @@ def layer_matches_target(
     attend = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
     cos, sin = rotary_module(states, positions)
     output = candidate(states, (cos, negate_first_half(sin)), attend)
-    allowed = MAX_GATED_LAYER_DIFFERENCE if gated else MAX_LAYER_DIFFERENCE
+    allowed = MAX_WARM_START_GATED_LAYER_DIFFERENCE if gated else MAX_LAYER_DIFFERENCE
     difference = (target_output.cpu().float() - output).norm()
     return bool(difference < allowed * (output - states).norm())
 
@@ -129,14 +129,14 @@ def run_target_layer(
     return output if isinstance(output, torch.Tensor) else output[0]
 
 
-def read_target_layer(layer: nn.Module, target: Target) -> dict[str, torch.Tensor]:
+def get_ungated_target_weights(layer: nn.Module, target: Target) -> dict[str, torch.Tensor]:
     """Return the weights of a target layer by name.
 
     If the layer has gated attention, the weights are converted to those of a layer without gates.
     {} is returned if this is not possible.
     """
     if has_gated_attention(layer):
-        return remove_gates(layer, target)
+        return fold_mean_gates_into_weights(layer, target)
     return layer.state_dict()
 
 
@@ -211,7 +211,7 @@ def measure_mean_gates(
 
 
 @torch.no_grad()
-def remove_gates(layer: nn.Module, target: Target) -> dict[str, torch.Tensor]:
+def fold_mean_gates_into_weights(layer: nn.Module, target: Target) -> dict[str, torch.Tensor]:
     """Convert the weights of a target layer with gated attention to weights of a drafter layer,
     which has no gates.
 

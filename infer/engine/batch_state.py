@@ -26,7 +26,7 @@ MAX_ROUNDS_MISSING_IN_DRAFTER_CACHE = 32
 
 
 @dataclass
-class PendingPositions:
+class PendingDrafterPositions:
     """Positions of committed tokens that are not in the drafter's cache yet."""
 
     # (B, num_positions, feature_size): the target's hidden states that the drafter is conditioned
@@ -70,7 +70,7 @@ class BatchState:
             else drafter.allocate_state(rows, capacity + max_nodes, keeps_prefixes)
         )
         self._bonus_buffer = torch.zeros(rows, dtype=torch.long, device=target.device)
-        self.pending: list[PendingPositions] = []
+        self.pending: list[PendingDrafterPositions] = []
 
     @property
     def bonus_tokens(self) -> torch.Tensor:
@@ -78,13 +78,13 @@ class BatchState:
         return self._bonus_buffer[: self.cache.padded_batch_size or len(self.cache.lengths)]
 
     @contextmanager
-    def pad_batch(self, rows: int) -> Generator[None]:
+    def fix_batch_size(self, rows: int) -> Generator[None]:
         """Pad every decoding round inside this context to exactly `rows` batch rows, so that tensor
         shapes do not depend on how many rows are in use."""
         with ExitStack() as stack:
-            stack.enter_context(self.cache.pad_batch(rows))
+            stack.enter_context(self.cache.fix_batch_size(rows))
             if self.draft_state is not None:
-                stack.enter_context(self.draft_state.cache.pad_batch(rows))
+                stack.enter_context(self.draft_state.cache.fix_batch_size(rows))
             yield
 
     def set_bonus_tokens(self, rows: range, bonus: torch.Tensor) -> None:
@@ -108,7 +108,7 @@ class BatchState:
                 1, path_index
             )  # (B, path_length, feature_size)
             path_tokens = tree.tokens.gather(1, path)
-            self._queue_for_drafter(PendingPositions(context, path_tokens, accepted.lengths))
+            self._queue_for_drafter(PendingDrafterPositions(context, path_tokens, accepted.lengths))
         # Set the bonus tokens last, because the root tokens of the tree may be views of this
         # buffer.
         self._bonus_buffer[: len(accepted.bonus)] = accepted.bonus
@@ -121,12 +121,12 @@ class BatchState:
         elif self.draft_state is not None:
             self.draft_state.cache.update_host_lengths(counts)
 
-    def _queue_for_drafter(self, positions: PendingPositions) -> None:
+    def _queue_for_drafter(self, positions: PendingDrafterPositions) -> None:
         """Queue committed positions for the drafter's cache.
 
         As long as rounds commit only the root of each tree, their positions stay queued, but for at
-        most MAX_ROUNDS_MISSING_IN_DRAFTER_CACHE rounds. Inside `pad_batch` the queue is flushed at
-        once, because the next round may be padded to another number of rows.
+        most MAX_ROUNDS_MISSING_IN_DRAFTER_CACHE rounds. Inside `fix_batch_size` the queue is
+        flushed at once, because the next round may be padded to another number of rows.
         """
         has_drafted = (
             bool(self.pending) and positions.tokens.shape[1] + self.pending[0].tokens.shape[1] > 2
@@ -154,7 +154,7 @@ class BatchState:
                 positions.lengths_on_device,
             )
 
-    def reorder_rows(self, order: list[int]) -> None:
+    def keep_and_reorder_rows(self, order: list[int]) -> None:
         """Move batch row order[i] to row i for each i, and release all rows that are not in
         `order`."""
         self.flush_to_drafter()
@@ -171,20 +171,22 @@ class BatchState:
         Return the entries of the target's cache, and those of the drafter's cache (an empty list
         without a drafter).
         """
-        target_block = self.cache.read_positions(row, start, PREFIX_CACHE_BLOCK_TOKENS)
+        target_block = self.cache.copy_keys_values(row, start, PREFIX_CACHE_BLOCK_TOKENS)
         if self.draft_state is None:
             return target_block, []
-        return target_block, self.draft_state.read(row, start, PREFIX_CACHE_BLOCK_TOKENS)
+        return target_block, self.draft_state.read_cached_states(
+            row, start, PREFIX_CACHE_BLOCK_TOKENS
+        )
 
 
-def concatenate_roots(pending: list[PendingPositions]) -> PendingPositions:
+def concatenate_roots(pending: list[PendingDrafterPositions]) -> PendingDrafterPositions:
     """Concatenate the pending positions of several rounds into one. Each round must have committed
     exactly one position per batch row, the root."""
     context = torch.cat([positions.context for positions in pending], 1)
     tokens = torch.cat([positions.tokens for positions in pending], 1)
     count = len(pending)
     lengths_on_device = torch.full_like(tokens[:, 0], count)
-    return PendingPositions(context, tokens, lengths_on_device, [count] * len(tokens))
+    return PendingDrafterPositions(context, tokens, lengths_on_device, [count] * len(tokens))
 
 
 class PrefillBatch:
@@ -214,10 +216,10 @@ class PrefillBatch:
         sequence.prefix_blocks = []
         if not blocks:
             return
-        self.cache.restore_positions(row, [block.target_tensors for block in blocks])
+        self.cache.restore_keys_values(row, [block.target_tensors for block in blocks])
         if self.draft_state is not None:
             prefix = sequence.token_ids[: sequence.cached_length]
-            self.draft_state.restore(row, prefix, [block.drafter_tensors for block in blocks])
+            self.draft_state.restore_row(row, prefix, [block.drafter_tensors for block in blocks])
 
     def run_chunk(self, start: int, length: int) -> int:
         """Run the next `length` positions of each prompt through target and drafter, and return the

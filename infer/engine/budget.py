@@ -35,7 +35,7 @@ from infer.engine.round_cost import (
     RoundCostTable,
     get_calibration,
 )
-from infer.targets.target import Target, supports_ragged
+from infer.targets.target import Target, supports_ragged_trees
 from infer.trees.tree import DraftTree
 
 # Maximum number of positions in one target pass: the nodes of all batch rows together, roots
@@ -43,20 +43,20 @@ from infer.trees.tree import DraftTree
 MAX_VERIFIED_POSITIONS_OF_ALL_ROWS = 4096
 
 # number of warm-up rounds, which draft before speeds are compared
-ROUNDS_BEFORE_SPEED_COMPARISON = 8
+WARMUP_ROUNDS = 8
 # maximum number of drafted nodes per batch row in a warm-up round
-MAX_NODES_BEFORE_SPEED_COMPARISON = 15
-MAX_COST_RATIO_BEFORE_SPEED_COMPARISON = (
+MAX_WARMUP_NODES = 15
+MAX_WARMUP_COST_RATIO = (
     2  # a warm-up round may cost at most this many times as much as a baseline round
 )
 
 # Share of the throughput that may be lost by trying the slower of drafting and baseline decoding.
-MAX_THROUGHPUT_SHARE_LOST_EXPLORING = 1 / 300
+MAX_THROUGHPUT_SHARE_LOST_TRYING_SLOWER_MODE = 1 / 300
 # minimum number of rounds between two trials of the slower of drafting and baseline decoding
-MIN_ROUNDS_BETWEEN_EXPLORATIONS = 4
+MIN_ROUNDS_BETWEEN_SLOWER_MODE_TRIALS = 4
 # Maximum number of rounds between two trials of the slower of drafting and baseline decoding, if no
 # round has measured the cost of the slower one.
-MAX_ROUNDS_BETWEEN_UNMEASURED_EXPLORATIONS = 16
+MAX_ROUNDS_BETWEEN_UNMEASURED_MODE_TRIALS = 16
 ROUNDS_BETWEEN_LARGER_BUDGET_TRIALS = 64  # rounds between two trials of the next larger node count
 
 # Acceptance statistics are moving averages over about this many samples. One batch row in one round
@@ -80,7 +80,7 @@ class NodeBudget:
         # number of nodes that the last round verified, averaged over batch rows
         self.last_nodes = max_nodes
 
-    def choose_nodes(self, rows: int, max_nodes: int) -> int:
+    def choose_num_nodes(self, rows: int, max_nodes: int) -> int:
         """Return how many drafted nodes per batch row the next round verifies, at most `max_nodes`.
         `rows` is the number of batch rows. If the result is 0, the round does not draft."""
         return max_nodes
@@ -197,12 +197,12 @@ class AutoNodeBudget(NodeBudget):
         """Return the index in `node_counts` of the largest count that is at most `num_nodes`."""
         return bisect_right(self.node_counts, num_nodes) - 1
 
-    def choose_nodes(self, rows: int, max_nodes: int) -> int:
+    def choose_num_nodes(self, rows: int, max_nodes: int) -> int:
         self.num_rounds += 1
         pass_nodes = MAX_VERIFIED_POSITIONS_OF_ALL_ROWS // rows - 1
         last = self.find_count_index(max(1, min(max_nodes, pass_nodes)))
         self.max_round_nodes = self.node_counts[last]
-        if self.num_rounds <= ROUNDS_BEFORE_SPEED_COMPARISON or not self.gain_rows.any():
+        if self.num_rounds <= WARMUP_ROUNDS or not self.gain_rows.any():
             self.max_round_nodes = self.node_counts[min(self._warmup_index(rows), last)]
             return self.max_round_nodes
 
@@ -218,7 +218,7 @@ class AutoNodeBudget(NodeBudget):
             faster = 0
             slower = drafting
         self.tokens_per_second = float(speeds[faster])
-        if self.rounds_since_explored >= self._rounds_between_explorations(
+        if self.rounds_since_explored >= self._rounds_between_slower_mode_trials(
             rows, costs, speeds, faster, slower
         ):
             self.rounds_since_explored = 0
@@ -232,16 +232,17 @@ class AutoNodeBudget(NodeBudget):
         """Return the index in `node_counts` of the number of nodes that a warm-up round
         verifies."""
         costs = self.costs.calibrated_costs(rows)
-        index = self.find_count_index(MAX_NODES_BEFORE_SPEED_COMPARISON)
-        while index > 1 and costs[index] > MAX_COST_RATIO_BEFORE_SPEED_COMPARISON * costs[0]:
+        index = self.find_count_index(MAX_WARMUP_NODES)
+        while index > 1 and costs[index] > MAX_WARMUP_COST_RATIO * costs[0]:
             index -= 1
         return index
 
-    def _rounds_between_explorations(
+    def _rounds_between_slower_mode_trials(
         self, rows: int, costs: np.ndarray, speeds: np.ndarray, faster: int, slower: int
     ) -> float:
         """Return after how many rounds the slower of baseline decoding and drafting is tried again,
-        such that the trials lose the share MAX_THROUGHPUT_SHARE_LOST_EXPLORING of the throughput.
+        such that the trials lose the share MAX_THROUGHPUT_SHARE_LOST_TRYING_SLOWER_MODE of the
+        throughput.
 
         costs: seconds of a round for each node count
         speeds: tokens per second for each node count
@@ -249,12 +250,15 @@ class AutoNodeBudget(NodeBudget):
         """
         # What one trial loses, in units of rounds with the faster node count.
         loss = costs[slower] / costs[faster] * (1 - speeds[slower] / speeds[faster])
-        interval = max(MIN_ROUNDS_BETWEEN_EXPLORATIONS, loss / MAX_THROUGHPUT_SHARE_LOST_EXPLORING)
+        interval = max(
+            MIN_ROUNDS_BETWEEN_SLOWER_MODE_TRIALS,
+            loss / MAX_THROUGHPUT_SHARE_LOST_TRYING_SLOWER_MODE,
+        )
         is_measured = self.costs.is_measured(rows)
         slower_is_measured = is_measured[1:].any() if slower else is_measured[0]
         if slower_is_measured:
             return interval
-        return min(interval, MAX_ROUNDS_BETWEEN_UNMEASURED_EXPLORATIONS)
+        return min(interval, MAX_ROUNDS_BETWEEN_UNMEASURED_MODE_TRIALS)
 
     def _tries_larger_budget(self) -> bool:
         """Return whether this round verifies the next larger node count than the fastest one,
@@ -266,14 +270,14 @@ class AutoNodeBudget(NodeBudget):
         nodes show whether more nodes would be worth their time.
 
         With `ragged` and several batch rows, the result is at least
-        MAX_NODES_BEFORE_SPEED_COMPARISON, because rows with a confident drafter verify more nodes
+        MAX_WARMUP_NODES, because rows with a confident drafter verify more nodes
         than the average row.
         """
         if not num_nodes:
             return 0
         min_nodes = 2 * num_nodes
         if self.ragged and rows > 1:
-            min_nodes = max(min_nodes, MAX_NODES_BEFORE_SPEED_COMPARISON)
+            min_nodes = max(min_nodes, MAX_WARMUP_NODES)
         index = min(bisect_left(self.node_counts, min_nodes), len(self.node_counts) - 1)
         return self.node_counts[index]
 
@@ -367,5 +371,7 @@ def make_node_budget(
         return NodeBudget(max_nodes)
     calibration = get_calibration(target, drafter, clock)
     return AutoNodeBudget(
-        calibration, max_nodes, ragged=method.sorts_nodes_by_probability and supports_ragged(target)
+        calibration,
+        max_nodes,
+        ragged=method.sorts_nodes_by_probability and supports_ragged_trees(target),
     )

@@ -71,8 +71,8 @@ class Engine:
         The old caches are freed first. If `reset` itself raises an exception, it can be called
         again.
         """
-        self.scheduler.reset()
-        self.runner.reset()
+        self.scheduler.drop_admitted_sequences()
+        self.runner.reallocate_device_memory()
 
     @property
     def has_unfinished_sequences(self) -> bool:
@@ -105,19 +105,21 @@ class Engine:
         """Prefill waiting sequences, and run one decoding round for all running sequences. Return
         the sequences that received new tokens or finished."""
         scheduler = self.scheduler
-        if self.runner.weights_changed(checks_contents=scheduler.can_admit):
-            self._restart_all()
-        old_lengths = {sequence: len(sequence.ids) for sequence in scheduler.begin_step()}
+        if self.runner.weights_changed(checks_contents=scheduler.is_admission_due):
+            self._requeue_all_and_reallocate()
+        old_lengths = {
+            sequence: len(sequence.ids) for sequence in scheduler.begin_step_and_list_sequences()
+        }
         self._release_finished()
 
-        chunk_length = scheduler.choose_chunk_length()
+        chunk_length = scheduler.admit_and_choose_chunk_length()
         while chunk_length:
             self._prefill_chunk(chunk_length)
-            chunk_length = scheduler.choose_chunk_length()
+            chunk_length = scheduler.admit_and_choose_chunk_length()
 
         running = scheduler.running
         if running:
-            max_positions = scheduler.max_tree_positions(running, scheduler.prefill_cost)
+            max_positions = scheduler.max_tree_nodes(running, scheduler.prefill_cost)
             self.runner.decode_round(running, max_nodes=max_positions - 1)
             self._release_finished()
 
@@ -131,11 +133,11 @@ class Engine:
             if sequence.finish_reason is not None or len(sequence.ids) > old_length
         ]
 
-    def _restart_all(self) -> None:
+    def _requeue_all_and_reallocate(self) -> None:
         """Return all running and prefilling sequences to the queue, and allocate empty caches. This
         is needed when the weights have changed, because the caches were computed with the old
         weights."""
-        sequences = self.scheduler.preempt_all()
+        sequences = self.scheduler.pop_unfinished_sequences()
         self.scheduler.waiting.extendleft(reversed(sequences))
         self.reset()
 
@@ -151,7 +153,7 @@ class Engine:
 
         computed = self.runner.prefill(sequences, scheduler.prefilled_positions, length)
         if scheduler.record_chunk(length, computed):
-            self.runner.finish_prefill(sequences)
+            self.runner.prepare_for_decoding(sequences)
             scheduler.running = scheduler.running + sequences
             scheduler.prefilling = []
         self.runner.stopwatch.lap("prefill")
@@ -170,7 +172,7 @@ class Engine:
             return
 
         order = scheduler.release_finished()
-        self.runner.release_rows(running, scheduler.prefilling, order)
+        self.runner.release_finished_rows(running, scheduler.prefilling, order)
         now = self.clock()
         for sequence in finished:
             admission = sequence.admission
@@ -197,8 +199,8 @@ def make_runner(
     """
     requested_ngrams = options.ngrams
     options = options.with_drafter_ngrams(None if drafter is None else drafter.ngram_path)
-    check_drafter(target, drafter, options)
-    target.refresh_weights()
+    check_drafter_presence_and_dtype(target, drafter, options)
+    target.drop_decoder_if_weights_changed()
     if not options.uses_drafter:
         drafter = None
     ngram_model = None
@@ -232,7 +234,9 @@ def allocate_device_resources(
     )
 
 
-def check_drafter(target: Target, drafter: Drafter | None, options: EngineConfig) -> None:
+def check_drafter_presence_and_dtype(
+    target: Target, drafter: Drafter | None, options: EngineConfig
+) -> None:
     """Raise ValueError if the decoding method needs a drafter and there is none, or if drafter and
     target have different dtypes."""
     if options.uses_drafter and drafter is None:

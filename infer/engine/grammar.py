@@ -89,7 +89,7 @@ class GrammarState:
         # drafted tokens that the matcher has consumed after the output tokens
         self.consumed: list[int] = []
 
-    def _advance_matcher_to(self, output_ids: list[int], path: list[int]) -> None:
+    def _move_matcher_to(self, output_ids: list[int], path: list[int]) -> None:
         """Move the matcher to the position after the output tokens and the path. If it has consumed
         other tokens before, it is rolled back to the last common position first."""
         tokens = output_ids[self.checked_length :] + path
@@ -112,11 +112,11 @@ class GrammarState:
             return False
         return len(self.matcher.compute_ff_bytes()) <= MAX_BYTES_FORCED_BY_GRAMMAR
 
-    def allowed_tokens(self, output_ids: list[int], path: list[int]) -> np.ndarray:
+    def compute_allowed_mask(self, output_ids: list[int], path: list[int]) -> np.ndarray:
         """Return a mask (vocab_size,) bool of the tokens that the grammar allows after the output
         and the path."""
         start = time.thread_time()
-        self._advance_matcher_to(output_ids, path)
+        self._move_matcher_to(output_ids, path)
         is_within_limits = self._is_within_limits()
         bitmask = self.matcher.compute_bitmask() if is_within_limits else b""
         self.is_slow = time.thread_time() - start > SLOW_GRAMMAR_TOKEN_MASK_SECONDS
@@ -125,7 +125,7 @@ class GrammarState:
             return np.zeros(self.vocab_size, bool)
         return np.unpackbits(np.frombuffer(bitmask, np.uint8), bitorder="little").view(bool)
 
-    def allowed_draft_tokens(self, output_ids: list[int], path: list[int]) -> np.ndarray:
+    def compute_allowed_draft_mask(self, output_ids: list[int], path: list[int]) -> np.ndarray:
         """Return a mask (vocab_size,) bool of the tokens that may be drafted after the output and
         the path.
 
@@ -134,7 +134,7 @@ class GrammarState:
         """
         if self.is_slow:
             return np.zeros(self.vocab_size, bool)
-        return self.allowed_tokens(output_ids, path)
+        return self.compute_allowed_mask(output_ids, path)
 
     def forced_tokens(self, output_ids: list[int]) -> list[int]:
         """Return the tokens of the text that the grammar forces after the output. The list is empty
@@ -145,7 +145,7 @@ class GrammarState:
         """
         if self.is_slow:
             return []
-        self._advance_matcher_to(output_ids, [])
+        self._move_matcher_to(output_ids, [])
         tokens = self.matcher.compute_ff_tokens() if self._is_within_limits() else []
         if self.matcher.is_error():
             self._restart()
@@ -158,7 +158,7 @@ class GrammarState:
         """Return scores (1, vocab_size) in which all tokens that the grammar forbids after the
         output and the path are minus infinity. If the grammar forbids all tokens, only end tokens
         are allowed."""
-        allowed = self.allowed_tokens(output_ids, path)[: scores.shape[-1]]
+        allowed = self.compute_allowed_mask(output_ids, path)[: scores.shape[-1]]
         if not allowed.any():
             self.failed = True
             allowed[self.eos_token_ids] = True
@@ -218,10 +218,10 @@ def check_grammar_size(kind: str, source: str) -> None:
     if kind == "json_schema":
         # Ignore invalid JSON here: llguidance reports it when it compiles the schema.
         with suppress(RecursionError, JSONDecodeError):
-            check_properties(json.loads(source))
+            check_property_count(json.loads(source))
 
 
-def check_properties(schema: object) -> None:
+def check_property_count(schema: object) -> None:
     """Raise ValueError if a JSON schema has more than MAX_SCHEMA_PROPERTIES properties."""
     num_properties = 0
     stack = [schema]

@@ -46,14 +46,14 @@ MAX_BYTES_FORCED_BY_GRAMMAR = 2048
 GRAMMAR_COMPILER_STACK_BYTES = 512 << 20
 GRAMMAR_COMPILER_FREE_MEMORY_BYTES = 256 << 20  # memory that must be free besides the stack
 # CPU time limit for compiling a grammar and generating the trial tokens
-GRAMMAR_SANDBOX_CPU_SECONDS = 1.0
+MAX_GRAMMAR_SANDBOX_CPU_SECONDS = 1.0
 # CPU time limit for computing which tokens are allowed at one position
-GRAMMAR_SANDBOX_CPU_SECONDS_PER_TOKEN = 0.05
+MAX_GRAMMAR_SANDBOX_CPU_SECONDS_PER_MASK = 0.05
 # limit of the child process's address space, tokenizer and stack included
-GRAMMAR_SANDBOX_MEMORY_BYTES = 2 << 30
+MAX_GRAMMAR_SANDBOX_MEMORY_BYTES = 2 << 30
 GRAMMAR_SANDBOX_TRIAL_TOKENS = 32  # number of random allowed tokens that a grammar is tried with
 # number of accepted grammars that are remembered and not checked again
-MAX_CACHED_GRAMMAR_CHECK_RESULTS = 64
+MAX_REMEMBERED_ACCEPTED_GRAMMARS = 64
 
 
 def run_with_deep_stack(function: Callable[[], Any]) -> Any:
@@ -112,7 +112,7 @@ class GrammarSandbox:
         self.lock = threading.Lock()
         # `check(kind, source)` remembers accepted grammars. For refused grammars `_check` raises an
         # exception, and `lru_cache` does not store exceptions.
-        self.check = lru_cache(MAX_CACHED_GRAMMAR_CHECK_RESULTS)(self._check)
+        self.check = lru_cache(MAX_REMEMBERED_ACCEPTED_GRAMMARS)(self._check)
 
     def _check(self, kind: str, source: str) -> None:
         """Raise ValueError if the grammar is invalid, or takes too much time or memory. `kind` is
@@ -133,11 +133,10 @@ class GrammarSandbox:
             if not answer:
                 self.close()
         if not answer:
-            limits = (
-                f"{GRAMMAR_SANDBOX_CPU_SECONDS:g} s or {GRAMMAR_SANDBOX_MEMORY_BYTES >> 20} MiB"
-            )
+            max_mib = MAX_GRAMMAR_SANDBOX_MEMORY_BYTES >> 20
             raise ValueError(
-                f"{kind}: compiling this grammar takes more than {limits}; make it smaller"
+                f"{kind}: compiling this grammar takes more than "
+                f"{MAX_GRAMMAR_SANDBOX_CPU_SECONDS:g} s or {max_mib} MiB; make it smaller"
             )
         reason = json.loads(answer)
         if reason is not None:
@@ -185,8 +184,8 @@ def find_refusal_reason(kind: str, source: str, tokenizer: "LLTokenizer") -> str
             # Accept a grammar that only fails after the first token: the output then just ends
             # there.
             return f"{kind}: {matcher.get_error().splitlines()[0]}" if step == 0 else None
-        if time.process_time() - start > GRAMMAR_SANDBOX_CPU_SECONDS_PER_TOKEN:
-            limit = f"{GRAMMAR_SANDBOX_CPU_SECONDS_PER_TOKEN:g} s"
+        if time.process_time() - start > MAX_GRAMMAR_SANDBOX_CPU_SECONDS_PER_MASK:
+            limit = f"{MAX_GRAMMAR_SANDBOX_CPU_SECONDS_PER_MASK:g} s"
             return (
                 f"{kind}: computing the allowed tokens takes more than {limit} for one token; "
                 "make the grammar smaller"
@@ -221,12 +220,12 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(5)
     hard_limit = resource.getrlimit(resource.RLIMIT_AS)[1]
-    resource.setrlimit(resource.RLIMIT_AS, (GRAMMAR_SANDBOX_MEMORY_BYTES, hard_limit))
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_GRAMMAR_SANDBOX_MEMORY_BYTES, hard_limit))
     tokenizer = LLTokenizer(**json.loads(sys.stdin.readline()))
     for line in sys.stdin:
         kind, source = json.loads(line)
         signal.setitimer(
-            signal.ITIMER_PROF, GRAMMAR_SANDBOX_CPU_SECONDS
+            signal.ITIMER_PROF, MAX_GRAMMAR_SANDBOX_CPU_SECONDS
         )  # after this CPU time, the signal SIGPROF ends the process
         reason = find_refusal_reason(kind, source, tokenizer)
         signal.setitimer(signal.ITIMER_PROF, 0)

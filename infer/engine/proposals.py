@@ -19,11 +19,11 @@ from infer.trees.methods import TreeMethod
 from infer.trees.tree import DraftTree, Proposal
 
 # With an n-gram model, trees rank nodes by (drafter's probability) * (n-gram probability) **
-# DDTREE_NGRAM_WEIGHT.
-DDTREE_NGRAM_WEIGHT = 0.8
+# DDTREE_NGRAM_EXPONENT.
+DDTREE_NGRAM_EXPONENT = 0.8
 
 
-def make_proposal(
+def run_drafter(
     state: BatchState,
     num_nodes: int,
     options: EngineConfig,
@@ -64,7 +64,7 @@ def make_proposal(
         budget=num_nodes,
         ngram=ngram_model,
         contexts=contexts,
-        ngram_weight=DDTREE_NGRAM_WEIGHT,
+        ngram_weight=DDTREE_NGRAM_EXPONENT,
         width=options.width,
         eos_token_ids=target.eos_token_ids,
         conditionals=conditionals,
@@ -87,7 +87,7 @@ def constrain_to_grammars(
     for row, sequence in enumerate(sequences):
         grammar = sequence.grammar
         if grammar is not None:
-            allowed = partial(grammar.allowed_draft_tokens, sequence.ids)
+            allowed = partial(grammar.compute_allowed_draft_mask, sequence.ids)
             rules[row] = GrammarRule(allowed, grammar.forced_tokens(sequence.ids))
     branches = method.scales_with_budget
     return build_constrained_trees(tree, proposal, rules, branches)

@@ -177,7 +177,7 @@ class RoundCostTable:
         """Return the estimated seconds of a round with `rows` batch rows, one value per node
         count."""
         if rows not in self._costs:
-            row_distances = abs(np.arange(len(self.num_measured)) - get_row_bucket(rows))
+            row_distances = abs(np.arange(len(self.num_measured)) - ceil_log2(rows))
             row_weights = COST_WEIGHT_DECAY_PER_DOUBLING**row_distances
             weights = (
                 row_weights @ self.num_measured @ self.count_weights
@@ -193,12 +193,12 @@ class RoundCostTable:
     def is_measured(self, rows: int) -> np.ndarray:
         """Return for each node count whether a round with about `rows` batch rows was measured
         (rounded up to the same power of two)."""
-        return self.num_measured[get_row_bucket(rows)] > 0
+        return self.num_measured[ceil_log2(rows)] > 0
 
     def update(self, rows: int, count_index: int, seconds: float) -> None:
         """Record that a round of `rows` batch rows with node_counts[count_index] nodes per row took
         `seconds`."""
-        key = (get_row_bucket(rows), count_index)
+        key = (ceil_log2(rows), count_index)
         # Clip outliers: the first round with new tensor shapes also compiles and allocates, and
         # other processes may delay any round.
         clip = MAX_MEASURED_TO_EXPECTED_ROUND_COST if self.num_measured[key] else 1
@@ -209,7 +209,7 @@ class RoundCostTable:
         self._costs.clear()
 
 
-def get_row_bucket(rows: int) -> int:
+def ceil_log2(rows: int) -> int:
     """Return the exponent of the smallest power of two that is at least `rows`. Rounds that run as
     CUDA graphs are padded to this power of two batch rows."""
     return (rows - 1).bit_length()

@@ -16,7 +16,7 @@ from infer.engine.batch_state import BatchState, PrefillBatch
 from infer.engine.budget import NodeBudget
 from infer.engine.capture import CudaGraphs, SamplingBuffers
 from infer.engine.prefix_cache import PREFIX_CACHE_BLOCK_TOKENS, BlockKey, PrefixCache
-from infer.engine.proposals import constrain_to_grammars, make_proposal
+from infer.engine.proposals import constrain_to_grammars, run_drafter
 from infer.engine.round import RoundPlan, RoundResult, run_round
 from infer.engine.round_cost import CANDIDATE_DRAFTED_NODE_COUNTS
 from infer.engine.round_outcome import (
@@ -40,7 +40,7 @@ from infer.engine.verification import (
 from infer.ngrams.model import NGramModel
 from infer.targets.target import Target
 from infer.targets.weight_watcher import WeightWatcher
-from infer.trees.tree import DraftTree, Proposal, build_undrafted_trees, make_root_trees
+from infer.trees.tree import DraftTree, Proposal, build_root_only_trees, make_root_trees
 
 # Tree methods that use the sequence's own n-grams search this many of its last tokens.
 MAX_SEQUENCE_TOKENS_SEARCHED_FOR_NGRAMS = 8192
@@ -116,9 +116,9 @@ class Runner:
         is_requested = target.device.type == "cuda" and options.compile is not False
         self.uses_cuda_graphs = is_requested and runs_on_device
         self.rounds_per_prefill = PREFILL_COST_IN_CUDA_GRAPH_ROUNDS if self.uses_cuda_graphs else 0
-        self.reset()
+        self.reallocate_device_memory()
 
-    def reset(self) -> None:
+    def reallocate_device_memory(self) -> None:
         """Free all device memory of the runner, and allocate it anew."""
         self.batch_state: BatchState = None  # ty: ignore[invalid-assignment]
         self.graphs: CudaGraphs = None  # ty: ignore[invalid-assignment]
@@ -160,7 +160,7 @@ class Runner:
         if not may_have_changed:
             return False
         old_version = self.weights_version
-        self.weights_version = self.target.refresh_weights()
+        self.weights_version = self.target.drop_decoder_if_weights_changed()
         return self.drafter_watch.detect_changes() or self.weights_version != old_version
 
     def find_cached_prefix(self, sequence: Sequence) -> BlockKey | None:
@@ -184,7 +184,7 @@ class Runner:
             self.prefill_batch = PrefillBatch(self.batch_state, sequences)
         return self.prefill_batch.run_chunk(start, length)
 
-    def finish_prefill(self, sequences: list[Sequence]) -> None:
+    def prepare_for_decoding(self, sequences: list[Sequence]) -> None:
         """Let decoding rounds use the batch rows of prefilled sequences, and choose the token after
         each prompt, which becomes the row's bonus token."""
         assert self.prefill_batch is not None
@@ -228,7 +228,7 @@ class Runner:
         host_sequences = {
             row: sequence
             for row, sequence in enumerate(sequences)
-            if sequence.has_logits_processors
+            if sequence.has_processors_or_grammar
         }
         choose_tokens_on_host(
             target, tree, ancestors, last_hidden, sampling, host_sequences, tokens
@@ -241,7 +241,7 @@ class Runner:
         """Run a round for all running sequences with trees of at most `max_nodes` drafted nodes,
         and append the committed tokens to the sequences."""
         start = self.stopwatch.start()
-        num_nodes = self.budget.choose_nodes(len(sequences), max_nodes)
+        num_nodes = self.budget.choose_num_nodes(len(sequences), max_nodes)
         if num_nodes:
             self.batch_state.flush_to_drafter()
         if self.uses_cuda_graphs:
@@ -315,7 +315,7 @@ class Runner:
         if kind != SamplingKind() and self.buffered_sequences != current:
             self.sampling_buffers.write(*make_sampling_tensors(self.target, sequences))
 
-        needs_host = any(sequence.has_logits_processors for sequence in sequences)
+        needs_host = any(sequence.has_processors_or_grammar for sequence in sequences)
         plan = self._make_plan(
             sequences if needs_host else (),
             partial(self._read_sampling_buffers, rows, kind),
@@ -327,7 +327,7 @@ class Runner:
             key = GraphKey(stage, rows, num_nodes, kind, plan.constrain_to_grammars is not None)
             return self.graphs.run(key, function)
 
-        with self.batch_state.pad_batch(rows):
+        with self.batch_state.fix_batch_size(rows):
             if needs_host:
                 return run_round(self.batch_state, plan, run_stage=run_stage)
             return run_stage("round", partial(run_round, self.batch_state, plan))
@@ -359,7 +359,7 @@ class Runner:
             return RoundPlan(
                 make_sampling,
                 lambda sampling: Proposal(self.batch_state.bonus_tokens, None),
-                build_undrafted_trees,
+                build_root_only_trees,
                 sequences=sequences,
             )
         contexts: list[np.ndarray] = []
@@ -369,7 +369,7 @@ class Runner:
                 for sequence in sequences
             ]
         draft = partial(
-            make_proposal, self.batch_state, tree_nodes, self.options, self.ngram_model, contexts
+            run_drafter, self.batch_state, tree_nodes, self.options, self.ngram_model, contexts
         )
         # In an eager round the budget reads the log-probabilities itself, in `prune`.
         returns_log_probs = self.uses_cuda_graphs and self.budget.needs_log_probs
@@ -394,7 +394,7 @@ class Runner:
             return None
         return partial(constrain_to_grammars, sequences, self.method)
 
-    def release_rows(
+    def release_finished_rows(
         self, sequences: list[Sequence], prefilling: list[Sequence], order: list[int]
     ) -> None:
         """Release the batch rows of finished sequences, and move row order[i] to row i. `sequences`
@@ -406,10 +406,10 @@ class Runner:
         for row, sequence in enumerate(sequences):
             if sequence.finish_reason is not None:
                 self._cache_prefix(row, sequence)
-                sequence.stats.histogram = self._count_commits(sequence)
-        self.batch_state.reorder_rows(order)
+                sequence.stats.histogram = self._build_commit_histogram(sequence)
+        self.batch_state.keep_and_reorder_rows(order)
 
-    def _count_commits(self, sequence: Sequence) -> list[int]:
+    def _build_commit_histogram(self, sequence: Sequence) -> list[int]:
         """Return a histogram of a sequence's rounds: entry i is the number of rounds that committed
         i + 1 tokens."""
         commits = sequence.commits[1:]  # without the first entry, which is for the prefill

@@ -204,10 +204,10 @@ def gumbel_noise(
 
 
 def iterate_chunks(
-    count: int, width: int, device: torch.device, memory_factor: int = 1
+    count: int, values_per_row: int, device: torch.device, memory_factor: int = 1
 ) -> Iterator[slice]:
-    """Split `count` rows of `width` values each into chunks, and yield each chunk as a slice of
-    rows.
+    """Split `count` rows of `values_per_row` values each into chunks, and yield each chunk as a
+    slice of rows.
 
     A chunk has MIN_SAMPLING_CHUNK_VALUES_ON_CPU (or MIN_SAMPLING_CHUNK_VALUES_ON_GPU) values,
     divided by `memory_factor`. It is larger if the rows would otherwise be split into more than
@@ -218,7 +218,7 @@ def iterate_chunks(
         if device.type == "cpu"
         else MIN_SAMPLING_CHUNK_VALUES_ON_GPU
     )
-    chunk_rows = chunk_values // (memory_factor * width)
+    chunk_rows = chunk_values // (memory_factor * values_per_row)
     chunk_rows = max(1, chunk_rows, count // MAX_SAMPLING_CHUNKS_PER_TENSOR)
     return (slice(first, min(first + chunk_rows, count)) for first in range(0, count, chunk_rows))
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 MAX_PREFILL_CHUNK_TOKENS = 1024
 # If one prefill takes as long as n decoding rounds that run as CUDA graphs, a step may prefill at
 # least n times this many positions.
-MIN_PREFILL_POSITIONS_PER_GRAPH_ROUND = 256
+MIN_PREFILL_ALLOWANCE_PER_PREFILL_ROUND = 256
 # Even if few batch rows are idle, waiting sequences are admitted after the time that this many
 # prefills take.
 MAX_ADMISSION_DELAY_IN_PREFILLS = 8
@@ -44,9 +44,9 @@ class Scheduler:
         self.max_running = self.rows
         self.waiting: deque[Sequence] = deque()
         self._arrivals = itertools.count()
-        self.reset()
+        self.drop_admitted_sequences()
 
-    def reset(self) -> None:
+    def drop_admitted_sequences(self) -> None:
         """Remove all sequences except the waiting ones."""
         self.running: list[Sequence] = []
         self.prefilling: list[Sequence] = []
@@ -64,7 +64,7 @@ class Scheduler:
         sequence.arrival_index = next(self._arrivals)
         self.waiting.append(sequence)
 
-    def begin_step(self) -> list[Sequence]:
+    def begin_step_and_list_sequences(self) -> list[Sequence]:
         """Begin a step: mark cancelled sequences as finished, and set how many positions this step
         may prefill (any number if no sequence is running). Return all sequences that were running,
         prefilling or waiting."""
@@ -80,16 +80,18 @@ class Scheduler:
         self.prefill_cost = 0.0
         running = [sequence for sequence in self.running if sequence.finish_reason is None]
         if running and self.max_batched_positions is not None:
-            tree_positions = min(self.max_tree_positions(running, 1), self.budget.last_nodes + 1)
+            tree_positions = min(self.max_tree_nodes(running, 1), self.budget.last_nodes + 1)
             tree_cost = (
-                len(running) * tree_positions * self._position_cost(max_context_length(running))
+                len(running)
+                * tree_positions
+                * self._position_cost(longest_sequence_length(running))
             )
             self.prefill_allowance = max(
                 min(self.max_batched_positions - tree_cost, self.max_batched_positions * 2 / 3),
                 tree_cost / 2,
                 # A prefill always launches its kernels one by one. If rounds run as CUDA graphs,
                 # this many prefill positions take about as long as one.
-                MIN_PREFILL_POSITIONS_PER_GRAPH_ROUND * self.runner.rounds_per_prefill,
+                MIN_PREFILL_ALLOWANCE_PER_PREFILL_ROUND * self.runner.rounds_per_prefill,
             )
         return sequences
 
@@ -100,7 +102,7 @@ class Scheduler:
         return max(0, min(free_rows, len(self.waiting)))
 
     @property
-    def can_admit(self) -> bool:
+    def is_admission_due(self) -> bool:
         """Whether waiting sequences may be admitted now.
 
         During a prefill, which may take as long as several rounds (`Runner.rounds_per_prefill`), no
@@ -112,11 +114,11 @@ class Scheduler:
         is_due = self.idle_row_rounds >= self.runner.rounds_per_prefill * delay
         return self.num_admissible > 0 and is_due
 
-    def choose_chunk_length(self) -> int:
+    def admit_and_choose_chunk_length(self) -> int:
         """Return how many positions of each prompt in `prefilling` are computed next; 0 means that
         this step prefills nothing more. If `prefilling` is empty, waiting sequences are admitted
         first."""
-        if self.prefill_allowance <= 0 or not (self.prefilling or self.can_admit):
+        if self.prefill_allowance <= 0 or not (self.prefilling or self.is_admission_due):
             return 0
         if not self.prefilling:
             count = self._count_sequences_to_admit()
@@ -145,7 +147,7 @@ class Scheduler:
         )
         return self.prefilled_positions >= longest
 
-    def max_tree_positions(self, running: list[Sequence], prefill_cost: float) -> int:
+    def max_tree_nodes(self, running: list[Sequence], prefill_cost: float) -> int:
         """Return the maximum number of nodes per tree, root included, in this step's round.
 
         `prefill_cost` is the cost of this step's prefill, in units of one position without context.
@@ -156,7 +158,7 @@ class Scheduler:
         full_tree = self.budget.max_nodes + 1
         if self.max_batched_positions is None:
             return full_tree
-        position_cost = self._position_cost(max_context_length(running))
+        position_cost = self._position_cost(longest_sequence_length(running))
         limit = max(self.max_batched_positions, full_tree * position_cost)
         free_thirds = max(1, 3 - math.ceil(3 * prefill_cost / limit))
         all_rows = int(limit * free_thirds / 3 / position_cost)
@@ -189,7 +191,7 @@ class Scheduler:
             self.prefilling = []
         return order
 
-    def preempt_all(self) -> list[Sequence]:
+    def pop_unfinished_sequences(self) -> list[Sequence]:
         """Remove and return all unfinished sequences that have a batch row. The caller may add them
         to the queue again."""
         sequences = [
@@ -216,7 +218,7 @@ class Scheduler:
         If there was only one such sequence, it is returned instead of queued, and all batch rows
         may be used again. Otherwise None is returned.
         """
-        sequences = self.preempt_all()
+        sequences = self.pop_unfinished_sequences()
         sequences.sort(
             key=lambda sequence: (
                 sequence.options.temperature > 0 or sequence.options.logprobs is not None,
@@ -230,11 +232,14 @@ class Scheduler:
         self.max_running = max(1, min(self.max_running, len(sequences)) // 2)
         return None
 
-    def _position_cost(self, context: int) -> float:
-        """Return the cost of computing one position after `context` positions, in units of one
-        position without context. The result is rounded to a multiple of 0.5, so that there are few
-        tree sizes."""
-        return 1 + round(2 * context / self.runner.target.context_length_matching_weight_cost) / 2
+    def _position_cost(self, context_length: int) -> float:
+        """Return the cost of computing one position after `context_length` positions, in units of
+        one position without context. The result is rounded to a multiple of 0.5, so that there are
+        few tree sizes."""
+        return (
+            1
+            + round(2 * context_length / self.runner.target.context_length_matching_weight_cost) / 2
+        )
 
     @property
     def _prefilling_context_length(self) -> int:
@@ -264,7 +269,7 @@ class Scheduler:
         return self.num_admissible
 
 
-def max_context_length(sequences: list[Sequence]) -> int:
+def longest_sequence_length(sequences: list[Sequence]) -> int:
     """Return the length of the longest sequence. Attention computes this many positions for every
     batch row, because shorter rows are padded."""
     return max(len(sequence.prompt) + len(sequence.ids) for sequence in sequences)

@@ -138,7 +138,7 @@ class Sequence:
         self.stats = DecodeStats(prompt_tokens=len(self.prompt))
 
     @property
-    def has_logits_processors(self) -> bool:
+    def has_processors_or_grammar(self) -> bool:
         """Whether logits processors or a grammar change the target's logits for this sequence."""
         return bool(self.processors) or self.grammar is not None
 

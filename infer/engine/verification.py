@@ -195,7 +195,9 @@ def select_host_sequences(
     if saves_noise:
         return dict(enumerate(sequences))
     return {
-        row: sequence for row, sequence in enumerate(sequences) if sequence.has_logits_processors
+        row: sequence
+        for row, sequence in enumerate(sequences)
+        if sequence.has_processors_or_grammar
     }
 
 

@@ -48,7 +48,7 @@ class EvaluationPrompt(Protocol):
         ...
 
     @property
-    def request_text(self) -> str:
+    def text_with_same_tokens(self) -> str:
         """The text that a client sends to a server for this prompt.
 
         It is empty if no text is tokenised to exactly `ids`.
@@ -57,8 +57,8 @@ class EvaluationPrompt(Protocol):
 
     @property
     def chat(self) -> bool:
-        """Whether `request_text` is sent as a user message of a chat. If false, it is sent as text
-        that the target continues.
+        """Whether `text_with_same_tokens` is sent as a user message of a chat. If false, it is sent
+        as text that the target continues.
         """
         ...
 
@@ -71,16 +71,16 @@ def build_reference(
 ) -> AcceptanceReference | None:
     """Build the acceptance reference from greedy answers that were decoded with chains.
 
-    prompts: prompts without `request_text` are left out
+    prompts: prompts without `text_with_same_tokens` are left out
     sequences: for each prompt, the finished sequence that the engine has decoded
 
-    Returns None if no prompt has a `request_text`.
+    Returns None if no prompt has a `text_with_same_tokens`.
     """
     draft_length = drafter.block_size - 1
     answers = []
     counts_by_answer = []
     for prompt, sequence in zip(prompts, sequences, strict=True):
-        if not prompt.request_text:
+        if not prompt.text_with_same_tokens:
             continue
         countable_tokens = len(sequence.ids) - draft_length
         counts = count_accepted_drafts(sequence.commits, countable_tokens, draft_length)
@@ -88,7 +88,9 @@ def build_reference(
         prompt_ids = list(sequence.prompt)
         answer_ids = list(sequence.ids)
         answers.append(
-            ReferenceAnswer(prompt.request_text, prompt.chat, prompt_ids, answer_ids, counts)
+            ReferenceAnswer(
+                prompt.text_with_same_tokens, prompt.chat, prompt_ids, answer_ids, counts
+            )
         )
     if not answers:
         return None
@@ -127,9 +129,9 @@ def measure_reference(
 ) -> AcceptanceReference:
     """Decode prompts greedily with chains, and build the acceptance reference from the outputs.
 
-    Raises ValueError if no prompt has a `request_text`.
+    Raises ValueError if no prompt has a `text_with_same_tokens`.
     """
-    sendable = [prompt for prompt in prompts if prompt.request_text]
+    sendable = [prompt for prompt in prompts if prompt.text_with_same_tokens]
     options = DecodeOptions(
         method="chain",
         max_new_tokens=MAX_ACCEPTANCE_REFERENCE_ANSWER_TOKENS,
@@ -140,13 +142,13 @@ def measure_reference(
     reference = build_reference(target, drafter, sendable, sequences)
     if reference is None:
         raise ValueError(
-            "no prompt has a request_text, so none can be sent to a server: give at least one "
-            "prompt with a request_text"
+            "no prompt can be sent to a server as text, because its text is tokenised to other "
+            "tokens: give at least one other prompt"
         )
     return reference
 
 
-def find_reference(checkpoint: str | Path) -> AcceptanceReference | None:
+def load_stored_reference(checkpoint: str | Path) -> AcceptanceReference | None:
     """Return the stored acceptance reference of a drafter, or None if none is stored.
 
     checkpoint: the folder of an exported drafter, or a training checkpoint

@@ -11,16 +11,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from infer.drafters.config_keys import ParsedConfig
-from infer.evaluation.acceptance import ACCEPTANCE_REFERENCE_FILE_NAME, find_reference
+from infer.evaluation.acceptance import ACCEPTANCE_REFERENCE_FILE_NAME, load_stored_reference
 from infer.evaluation.charts import build_budget_charts, render_charts
 from infer.evaluation.results import Evaluation, read_result, write_result
-from infer.evaluation.tables import format_headline, format_method_table
+from infer.evaluation.tables import format_findings, format_method_table
 from infer.evaluation.templates import render_template
 from infer.formats.compatibility import check_engines
 from infer.formats.folders import find_drafter_folder, open_drafter_folder
 from infer.formats.layouts import parse_drafter_config
 from infer.utils.files import atomic_write
-from infer.utils.renamed_options import translate_saved_config
+from infer.utils.renamed_options import rename_old_options
 
 CHART_FILE_NAME = "acceptance.svg"
 # Options of a training run that the card shows.
@@ -50,7 +50,7 @@ DATA_SOURCE_DESCRIPTIONS = {
     "stdlib": "source files of Python's standard library",
     "jsonl": "files of the publisher's own",
 }
-CARD_DATA_FILE_SUFFIXES = (".jsonl", ".gz", ".json", ".parquet")
+NON_HUB_NAME_SUFFIXES = (".jsonl", ".gz", ".json", ".parquet")
 
 
 def write_card(checkpoint: str | Path, out: Path, license: str | None, base_model: str) -> Path:
@@ -68,9 +68,9 @@ def write_card(checkpoint: str | Path, out: Path, license: str | None, base_mode
     step_folder = find_drafter_folder(checkpoint).resolve()
     if step_folder.name == "drafter":
         step_folder = step_folder.parent
-    evaluation = read_evaluation(step_folder)
+    evaluation = read_evaluation_without_ngrams(step_folder)
     run_config = read_run_config(step_folder)
-    reference = find_reference(checkpoint)
+    reference = load_stored_reference(checkpoint)
     if reference is not None:
         write_result(out / ACCEPTANCE_REFERENCE_FILE_NAME, reference)
     if evaluation is not None:
@@ -88,7 +88,7 @@ def write_card(checkpoint: str | Path, out: Path, license: str | None, base_mode
         drafted=block_size if starts_at_anchor else block_size - 1,
         block_size=block_size,
         evaluation=evaluation,
-        headline=evaluation and format_headline(evaluation),
+        headline=evaluation and format_findings(evaluation),
         methods=evaluation and format_method_table(evaluation),
         picture=CHART_FILE_NAME,
         reference=reference,
@@ -96,7 +96,7 @@ def write_card(checkpoint: str | Path, out: Path, license: str | None, base_mode
         chat_template_kwargs=json.dumps(reading.config_kwargs.get("chat_template_kwargs", {})),
         run=run_config,
         sources=run_config and "; ".join(dict.fromkeys(describe_data(run_config["data"]))),
-        init=run_config and describe_initial_drafter(run_config),
+        init=run_config and get_public_initial_drafter_name(run_config),
         recipe=run_config and list_training_options(run_config, step_folder),
         engines=" ".join(list_compatible_engines(out)),
         method="dspark"
@@ -120,7 +120,7 @@ def read_exported_config(out: Path) -> ParsedConfig:
     return reading
 
 
-def read_evaluation(step_folder: Path) -> Evaluation | None:
+def read_evaluation_without_ngrams(step_folder: Path) -> Evaluation | None:
     """Return the evaluation of a checkpoint, without the methods that use n-gram files.
 
     Returns None if the checkpoint was not evaluated.
@@ -139,7 +139,7 @@ def read_run_config(step_folder: Path) -> dict | None:
     file = step_folder.parent.parent / "config.json"
     if step_folder.parent.name != "checkpoints" or not file.is_file():
         return None
-    return translate_saved_config(json.loads(file.read_text()))
+    return rename_old_options(json.loads(file.read_text()))
 
 
 def remove_ngram_methods(evaluation: Evaluation) -> Evaluation:
@@ -220,7 +220,7 @@ def list_compatible_engines(out: Path) -> list[str]:
     return engines
 
 
-def describe_initial_drafter(run_config: dict) -> str | None:
+def get_public_initial_drafter_name(run_config: dict) -> str | None:
     """Return the hub name of the drafter whose weights training started from.
 
     Returns "another drafter" if these weights came from a local path, and None if training started
@@ -252,6 +252,6 @@ def describe_data(data: dict) -> list[str]:
 
 def parse_hub_name(text: str) -> str | None:
     """Return `text` if it is a name on the hub (owner/name), else None."""
-    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", text) or text.endswith(CARD_DATA_FILE_SUFFIXES):
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", text) or text.endswith(NON_HUB_NAME_SUFFIXES):
         return None
     return None if Path(text).exists() else text

@@ -33,12 +33,12 @@ LINE_COLOURS = [
     row.colour for row in TREE_METHODS.values() if row.needs_drafter and row.in_evaluations
 ]
 # Keys are labels of the y axis. Values are functions MethodResult -> (value, confidence interval).
-METRICS_BY_Y_LABEL = {
+METRIC_READERS_BY_Y_LABEL = {
     "τ, tokens per round": lambda method: (method.tau, method.tau_interval),
     "speedup over the baseline": lambda method: (method.speedup, method.speedup_interval),
 }
 # Keys are kinds of tokens in a drawn tree. Values are marks that are drawn in front of the token.
-TREE_DRAWING_TOKEN_MARKS = {"root": "", "accepted": "✓ ", "rejected": "✗ ", "added": "+ "}
+TREE_MARKS_BY_TOKEN_KIND = {"root": "", "accepted": "✓ ", "rejected": "✗ ", "added": "+ "}
 
 
 @dataclass(frozen=True)
@@ -88,14 +88,14 @@ class AxisScale:
 class Chart:
     """A chart with one or more lines.
 
-    logarithmic: whether the x axis is logarithmic. If so, every x value has its own tick
+    logarithmic_x: whether the x axis is logarithmic. If so, every x value has its own tick
     """
 
     title: str
     x_label: str
     y_label: str
     lines: Sequence[ChartLine]
-    logarithmic: bool = False
+    logarithmic_x: bool = False
 
     @property
     def height(self) -> int:
@@ -111,7 +111,7 @@ class Chart:
     def x_scale(self) -> AxisScale:
         """The scale of the x axis."""
         values = self.x_values
-        return AxisScale(values[0], values[-1], PLOT_LEFT_PX, PLOT_RIGHT_PX, self.logarithmic)
+        return AxisScale(values[0], values[-1], PLOT_LEFT_PX, PLOT_RIGHT_PX, self.logarithmic_x)
 
     @property
     def y_scale(self) -> AxisScale:
@@ -129,7 +129,7 @@ class Chart:
     @property
     def x_ticks(self) -> list[float]:
         """The values at which the x axis has a tick and a number."""
-        return self.x_values if self.logarithmic else choose_ticks(self.x_scale)
+        return self.x_values if self.logarithmic_x else choose_ticks(self.x_scale)
 
     @property
     def y_ticks(self) -> list[float]:
@@ -167,12 +167,12 @@ def build_budget_charts(evaluations: Mapping[str, Evaluation]) -> list[Chart]:
         name ""
     """
     charts = []
-    for y_label in METRICS_BY_Y_LABEL:
+    for y_label in METRIC_READERS_BY_Y_LABEL:
         lines = []
         for i, (name, evaluation) in enumerate(evaluations.items()):
             lines += build_budget_lines(evaluation, y_label, name, i)
         title = f"{y_label}, by node budget"
-        charts.append(Chart(title, "node budget", y_label, lines, logarithmic=True))
+        charts.append(Chart(title, "node budget", y_label, lines, logarithmic_x=True))
     return charts
 
 
@@ -184,7 +184,7 @@ def build_budget_lines(
     A method without a node budget has a horizontal line. Lines of baseline decoding, which does not
     depend on the drafter, are returned for the first drafter only.
 
-    y_label: label of the y axis, which selects the shown metric from METRICS_BY_Y_LABEL
+    y_label: label of the y axis, which selects the shown metric from METRIC_READERS_BY_Y_LABEL
     drafter_name: name of the drafter in the legend
     drafter_index: position of the drafter in the chart; the first drafter has 0
     """
@@ -205,7 +205,7 @@ def build_budget_lines(
         row = methods[0].tree_method
         if drafter_index > 0 and not row.needs_drafter:
             continue
-        values, all_intervals = zip(*map(METRICS_BY_Y_LABEL[y_label], methods), strict=True)
+        values, all_intervals = zip(*map(METRIC_READERS_BY_Y_LABEL[y_label], methods), strict=True)
         intervals = [
             interval if method.rounds >= MIN_ROUNDS_FOR_ERROR_BAR else None
             for method, interval in zip(methods, all_intervals, strict=True)
@@ -345,7 +345,7 @@ def draw_tree(example: ExampleRound) -> TreeDrawing:
             y=21 + depths[i] * TREE_LEVEL_HEIGHT_PX,
             parent=parents[i],
             kind=kind,
-            word=TREE_DRAWING_TOKEN_MARKS[kind] + words[i],
+            word=TREE_MARKS_BY_TOKEN_KIND[kind] + words[i],
             label=labels[i],
         )
         boxes.append(box)

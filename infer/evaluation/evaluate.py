@@ -32,20 +32,20 @@ from infer.evaluation.measurement import (
     median_budget,
 )
 from infer.evaluation.metrics import (
-    acceptance_length,
+    compute_acceptance_length_or_ratio,
     compute_metrics,
+    compute_output_tokens_per_second,
     count_tokens_and_rounds,
-    prompt_tokens_per_second,
 )
 from infer.evaluation.replay import replay_tree_variants, summarise_replay
 from infer.evaluation.results import (
-    TRANSFORMERS_BASELINE,
+    TRANSFORMERS_BASELINE_METHOD,
     AcceptanceReference,
     Evaluation,
     MethodResult,
     find_tree_method,
 )
-from infer.evaluation.samples import collect_samples
+from infer.evaluation.samples import decode_report_samples
 from infer.targets.target import Target, weight_format_name
 
 SHORT_EVALUATION_STRIDE = 4  # checkpoints before the last one decode every fourth prompt
@@ -90,7 +90,7 @@ def count_ties_and_defects(
     methods = []
     for method, measurement in zip(evaluation.methods, measurements, strict=True):
         causes = []
-        if method.name != TRANSFORMERS_BASELINE.name:
+        if method.name != TRANSFORMERS_BASELINE_METHOD.name:
             for sequence, expected in zip(measurement.sequences, baseline, strict=True):
                 cause = classify_difference(
                     target, expected.prompt, sequence.ids, expected.ids, expected.options
@@ -183,7 +183,7 @@ def measure_prompt_sets(
         variants = [
             variant
             for variant in list_variants(drafter, prompt_set.config)
-            if not (is_transformers_slower and variant.name == TRANSFORMERS_BASELINE.name)
+            if not (is_transformers_slower and variant.name == TRANSFORMERS_BASELINE_METHOD.name)
         ]
         now = time.monotonic()
         if i > 0 and broadcast_decision(target, now > end):
@@ -205,7 +205,7 @@ def measure_prompt_sets(
 
     baseline, *others = results[0]
     best = find_best_tree_measurement(others)
-    baseline.samples = collect_samples(target, drafter, best.sequences, best.variant.options)
+    baseline.samples = decode_report_samples(target, drafter, best.sequences, best.variant.options)
     baseline.replayed = replay_tree_variants(
         target, drafter, baseline.sequences, prompt_sets[0].config
     )
@@ -225,7 +225,7 @@ def find_best_tree_measurement(measurements: list[VariantMeasurement]) -> Varian
 
     def tau(measurement: VariantMeasurement) -> float:
         commits = (sequence.commits for sequence in measurement.sequences)
-        return acceptance_length(count_tokens_and_rounds(commits))[0]
+        return compute_acceptance_length_or_ratio(count_tokens_and_rounds(commits))[0]
 
     return max(candidates, key=tau)
 
@@ -274,13 +274,13 @@ def build_reference_from_sets(
     """Build the acceptance reference of a drafter from the measurements of an evaluation.
 
     The reference is made from the first prompt set that was decoded greedily and contains a prompt
-    with a `request_text`. Returns None if there is no such set, or if no chain (a draft without
-    branches) was measured on it.
+    with a `text_with_same_tokens`. Returns None if there is no such set, or if no chain (a draft
+    without branches) was measured on it.
     """
     for prompt_set, set_measurements in zip(prompt_sets, measurements, strict=True):
         if prompt_set.config.temperature > 0 or not set_measurements[0].sequences:
             continue
-        if not any(prompt.request_text for prompt in prompt_set.prompts):
+        if not any(prompt.text_with_same_tokens for prompt in prompt_set.prompts):
             continue
         prompts_by_number = dict(zip(prompt_set.prompt_numbers, prompt_set.prompts, strict=True))
         for measurement in set_measurements:
@@ -343,7 +343,7 @@ def find_fastest_baseline(measurements: abc.Sequence[VariantMeasurement]) -> Var
     """
     our_baseline, *others = measurements
     for measurement in others:
-        if measurement.variant.name == TRANSFORMERS_BASELINE.name:
+        if measurement.variant.name == TRANSFORMERS_BASELINE_METHOD.name:
             metrics = compute_metrics(measurement.prompt_results, our_baseline.prompt_results)
             return measurement if metrics.speedup > 1 else our_baseline
     return our_baseline
@@ -365,10 +365,12 @@ def summarise_method(
     variant = measurement.variant
     stats = measurement.stats
     metrics = compute_metrics(measurement.prompt_results, fastest_baseline.prompt_results)
-    baseline_speeds = map(prompt_tokens_per_second, fastest_baseline.prompt_results)
+    baseline_speeds = map(compute_output_tokens_per_second, fastest_baseline.prompt_results)
 
     identical = None
-    has_other_noise = variant.name == TRANSFORMERS_BASELINE.name and variant.options.temperature > 0
+    has_other_noise = (
+        variant.name == TRANSFORMERS_BASELINE_METHOD.name and variant.options.temperature > 0
+    )
     if not has_other_noise:
         output_ids = [sequence.ids for sequence in measurement.sequences]
         identical = output_ids == [sequence.ids for sequence in baseline.sequences]

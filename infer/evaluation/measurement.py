@@ -32,13 +32,13 @@ from infer.engine.sequence import DecodeStats, Sequence, find_sequence_end
 from infer.evaluation.acceptance import EvaluationPrompt
 from infer.evaluation.metrics import MIN_TIME_RATIO_TO_REMEASURE
 from infer.evaluation.replay import ReplayedSequence
-from infer.evaluation.results import TRANSFORMERS_BASELINE, PromptResult
+from infer.evaluation.results import TRANSFORMERS_BASELINE_METHOD, PromptResult
 from infer.evaluation.samples import ReportSamples
 from infer.targets.target import Target
-from infer.trees.methods import NGRAMS_WITHOUT_DRAFTER_METHOD, TREE_METHODS, TreeMethod
+from infer.trees.methods import NGRAMS_ALONE_TREE_METHOD, TREE_METHODS, TreeMethod
 
 # Options that are copied from EvaluationConfig to DecodeOptions
-SHARED_OPTION_NAMES = ("max_new_tokens", "temperature")
+OPTIONS_COPIED_TO_VARIANTS = ("max_new_tokens", "temperature")
 WARMUP_TOKENS_BEFORE_MEASUREMENT = (
     16  # tokens that each variant generates before the measurement starts
 )
@@ -166,7 +166,7 @@ def list_variants(drafter: Drafter, config: EvaluationConfig) -> list[DecodingVa
     ngrams = config.ngrams
     budget_for_ngrams = median_budget(config.budgets)
     config_values = asdict(config)
-    shared_options = {name: config_values[name] for name in SHARED_OPTION_NAMES}
+    shared_options = {name: config_values[name] for name in OPTIONS_COPIED_TO_VARIANTS}
     # max_num_batched_tokens=None lets every method use its whole node budget in each step.
     shared_options |= {
         "loop_period": MAX_LOOP_PERIOD_TOKENS,
@@ -196,7 +196,7 @@ def list_variants(drafter: Drafter, config: EvaluationConfig) -> list[DecodingVa
             tree_variants.append(DecodingVariant(row.name, budget, budget_options))
 
     baseline, *drafting_variants = tree_variants
-    transformers_baseline = replace(baseline, name=TRANSFORMERS_BASELINE.name)
+    transformers_baseline = replace(baseline, name=TRANSFORMERS_BASELINE_METHOD.name)
     if ngrams != NGRAMS_OPTION_NONE and drafter.family is not PROMPT_LOOKUP_FAMILY:
         ngram_file = None if ngrams else drafter.ngram_path
         if not ngrams:
@@ -204,7 +204,7 @@ def list_variants(drafter: Drafter, config: EvaluationConfig) -> list[DecodingVa
         options = DecodeOptions(budget=budget_for_ngrams, ngrams=ngrams, **shared_options)
         lookup = PromptLookup(drafter.block_size, ngram_file)
         drafting_variants.append(
-            DecodingVariant(NGRAMS_WITHOUT_DRAFTER_METHOD.name, budget_for_ngrams, options, lookup)
+            DecodingVariant(NGRAMS_ALONE_TREE_METHOD.name, budget_for_ngrams, options, lookup)
         )
     return [baseline, transformers_baseline, *drafting_variants]
 
@@ -330,7 +330,7 @@ def measure_prompt(
     options = replace(variant.options, seed=derive_seed(variant.options.seed, number))
 
     start = clock()
-    if variant.name == TRANSFORMERS_BASELINE.name:
+    if variant.name == TRANSFORMERS_BASELINE_METHOD.name:
         sequence = generate_with_transformers(cast(Target, model), prompt, options)
     else:
         variant_drafter = cast(Drafter | None, variant.drafter or drafter)

@@ -50,24 +50,26 @@ def compute_metrics(
     baseline_by_number = {result.number: result for result in baseline}
     ratios = np.array(
         [
-            prompt_tokens_per_second(result)
-            / prompt_tokens_per_second(baseline_by_number[result.number])
+            compute_output_tokens_per_second(result)
+            / compute_output_tokens_per_second(baseline_by_number[result.number])
             for result in prompts
         ]
     )
-    tau, tau_interval = acceptance_length([(each.tokens - 1, each.rounds) for each in prompts])
+    tau, tau_interval = compute_acceptance_length_or_ratio(
+        [(each.tokens - 1, each.rounds) for each in prompts]
+    )
     speedup_interval = bootstrap_interval(
         lambda indices: np.median(ratios[indices], axis=-1), len(ratios)
     )
     return MethodMetrics(tau, tau_interval, float(np.median(ratios)), speedup_interval)
 
 
-def prompt_tokens_per_second(result: PromptResult) -> float:
+def compute_output_tokens_per_second(result: PromptResult) -> float:
     """Return the tokens per second in the fastest measurement of a prompt."""
     return result.tokens / max(min(result.seconds), 1e-9)
 
 
-def acceptance_length(
+def compute_acceptance_length_or_ratio(
     counts: Sequence, baseline_counts: Sequence | None = None
 ) -> tuple[float, list[float] | None]:
     """Return the acceptance length over several outputs, and its confidence interval.
@@ -160,7 +162,7 @@ def is_significantly_better(evaluation: Evaluation, other: Evaluation) -> bool:
         return False
     counts = [(result.tokens - 1, result.rounds) for result, _ in pairs]
     other_counts = [(result.tokens - 1, result.rounds) for _, result in pairs]
-    _, ratio_interval = acceptance_length(counts, other_counts)
+    _, ratio_interval = compute_acceptance_length_or_ratio(counts, other_counts)
     return ratio_interval is not None and ratio_interval[0] > 1
 
 

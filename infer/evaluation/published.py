@@ -8,10 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from infer.evaluation.results import TRANSFORMERS_BASELINE, MethodResult, SetResult, SuiteResult
+from infer.evaluation.results import (
+    TRANSFORMERS_BASELINE_METHOD,
+    MethodResult,
+    SetResult,
+    SuiteResult,
+)
 from infer.evaluation.tables import MISSING_CELL, format_markdown_table
 
-PAPER_CITATION = (
+DDTREE_PAPER_CITATION = (
     "Accelerating Speculative Decoding with Block Diffusion Draft Trees, arXiv:2604.12989, Table "
     "1: 8 H200 GPUs, bfloat16, block size 16, at most 2,048 new tokens; DDTree with the best "
     "budget of 16 to 1,024 nodes"
@@ -19,7 +24,7 @@ PAPER_CITATION = (
 # Results of the DDTree paper for three target models with DFlash drafters
 DDTREE_PAPER_RESULTS_FILE = Path(__file__).with_suffix(".csv")
 # Each column "paper" contains the paper's value of the column to its left.
-SUITE_COLUMNS = (
+PAPER_TABLE_COLUMNS = (
     "set",
     "answers",
     "plain tokens/s",
@@ -34,8 +39,8 @@ SUITE_COLUMNS = (
     "paper",
     "same",
 )
-# Number formats of all columns of SUITE_COLUMNS except the first two and the last one
-SUITE_NUMBER_FORMATS = (
+# Number formats of all columns of PAPER_TABLE_COLUMNS except the first two and the last one
+PAPER_TABLE_NUMBER_FORMATS = (
     "{:.1f}",
     "{:.2f}x",
     "{:.2f}x",
@@ -75,7 +80,7 @@ def find_published_result(target: str, temperature: float, set_name: str) -> Pub
     return None
 
 
-def compute_column_means(rows: Sequence[Sequence[float | None]]) -> list[float | None]:
+def compute_means_of_complete_columns(rows: Sequence[Sequence[float | None]]) -> list[float | None]:
     """Return the mean of every column of a table, or None for a column with a missing number."""
     means = []
     for column in zip(*rows, strict=True):
@@ -99,7 +104,7 @@ def format_suite(suite: SuiteResult) -> str:
         paragraphs += [
             f"## Temperature {temperature:g}",
             format_paper_table(sets, published),
-            format_all_methods(sets),
+            format_methods_by_set_table(sets),
         ]
 
     answers = sum(each.answers for each in suite.sets)
@@ -120,7 +125,7 @@ def format_suite(suite: SuiteResult) -> str:
         "answers that equal those of plain decoding, for the method with the lowest count."
     )
     if has_published:
-        notes += f" The paper is {PAPER_CITATION}."
+        notes += f" The paper is {DDTREE_PAPER_CITATION}."
     return "\n\n".join([*paragraphs, notes])
 
 
@@ -156,19 +161,24 @@ def format_paper_table(sets: list[SetResult], published: Sequence[PublishedResul
         identical_outputs = min(
             method.identical_outputs or 0
             for method in methods
-            if method.name != TRANSFORMERS_BASELINE.name
+            if method.name != TRANSFORMERS_BASELINE_METHOD.name
         )
         same = f"{identical_outputs}/{result.answers}"
-        rows.append([result.title, str(result.answers), *format_suite_row_numbers(numbers), same])
+        rows.append([result.title, str(result.answers), *format_paper_table_numbers(numbers), same])
 
-    mean_row = ["**mean**", "", *format_suite_row_numbers(compute_column_means(number_rows)), ""]
-    mean_row[SUITE_COLUMNS.index("DDTree nodes")] = ""
+    mean_row = [
+        "**mean**",
+        "",
+        *format_paper_table_numbers(compute_means_of_complete_columns(number_rows)),
+        "",
+    ]
+    mean_row[PAPER_TABLE_COLUMNS.index("DDTree nodes")] = ""
     rows.append(mean_row)
 
-    columns = range(len(SUITE_COLUMNS))
+    columns = range(len(PAPER_TABLE_COLUMNS))
     if not any(published):
-        columns = [i for i in columns if SUITE_COLUMNS[i] != "paper"]
-    head = [SUITE_COLUMNS[i] for i in columns]
+        columns = [i for i in columns if PAPER_TABLE_COLUMNS[i] != "paper"]
+    head = [PAPER_TABLE_COLUMNS[i] for i in columns]
     shown_rows = []
     for row in rows:
         shown_rows.append([row[i] for i in columns])
@@ -184,15 +194,15 @@ def find_fastest_budget(methods: Sequence[MethodResult], name: str) -> MethodRes
     return max(candidates, key=lambda method: method.decoding_speedup or 0.0)
 
 
-def format_suite_row_numbers(numbers: Sequence[float | None]) -> list[str]:
+def format_paper_table_numbers(numbers: Sequence[float | None]) -> list[str]:
     """Return the numbers in one row of the table of `format_paper_table` as strings."""
     return [
         MISSING_CELL if number is None else number_format.format(number)
-        for number_format, number in zip(SUITE_NUMBER_FORMATS, numbers, strict=True)
+        for number_format, number in zip(PAPER_TABLE_NUMBER_FORMATS, numbers, strict=True)
     ]
 
 
-def format_all_methods(sets: list[SetResult]) -> str:
+def format_methods_by_set_table(sets: list[SetResult]) -> str:
     """Return a Markdown table with τ and speedup of every method on every question set.
 
     The last row has the means over the sets.
@@ -206,7 +216,7 @@ def format_all_methods(sets: list[SetResult]) -> str:
             numbers += [method.tau_prompt_mean, method.decoding_speedup]
         number_rows.append(numbers)
     titles.append("**mean**")
-    number_rows.append(compute_column_means(number_rows))
+    number_rows.append(compute_means_of_complete_columns(number_rows))
 
     rows = []
     for title, numbers in zip(titles, number_rows, strict=True):

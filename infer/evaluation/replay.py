@@ -26,7 +26,11 @@ from infer.drafters.families import PROMPT_LOOKUP_FAMILY
 from infer.drafters.heads.draft import ConditionalDraft, teacher_forced_log_probs
 from infer.engine.sequence import Sequence as DecodedSequence
 from infer.engine.verification import walk
-from infer.evaluation.metrics import acceptance_length, bootstrap_interval, count_tokens_and_rounds
+from infer.evaluation.metrics import (
+    bootstrap_interval,
+    compute_acceptance_length_or_ratio,
+    count_tokens_and_rounds,
+)
 from infer.evaluation.results import FirstChoiceAccuracy, ReplayResult, TreeStudy
 from infer.targets.target import Target
 from infer.trees.ddtree import MarginalConditionals
@@ -346,7 +350,7 @@ def summarise_replay(sequences: Sequence[ReplayedSequence]) -> TreeStudy:
     results = []
     for variant in variants:
         commits = [sequence.commits[variant] for sequence in sequences]
-        tau, tau_interval = acceptance_length(count_tokens_and_rounds(commits))
+        tau, tau_interval = compute_acceptance_length_or_ratio(count_tokens_and_rounds(commits))
         results.append(ReplayResult(*variant, tau, tau_interval))
     largest = max(variant.node_budget for variant in variants if variant.method == "ddtree")
     return TreeStudy(largest, first_choices, results)

@@ -27,7 +27,7 @@ from infer.evaluation.tables import (
     format_method_row,
     group_by_prompt_kind,
     list_findings,
-    list_notes,
+    list_measurement_notes,
 )
 from infer.evaluation.templates import render_template
 from infer.utils.files import atomic_write
@@ -83,7 +83,7 @@ def write_report(
     legend = [
         "The bold row is the fastest method with the drafter, by the lower end of its interval.",
         *build_significance_legend(best.methods),
-        *(f"{note[0].upper()}{note[1:]}." for note in list_notes(best)),
+        *(f"{note[0].upper()}{note[1:]}." for note in list_measurement_notes(best)),
     ]
     page = render_template(
         "report.html.j2",

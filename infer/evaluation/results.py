@@ -12,12 +12,12 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from infer.trees.methods import NGRAMS_WITHOUT_DRAFTER_METHOD, TREE_METHODS, TreeMethod
+from infer.trees.methods import NGRAMS_ALONE_TREE_METHOD, TREE_METHODS, TreeMethod
 from infer.utils.files import write_json
 
 Result = TypeVar("Result")
 # Describes baseline decoding with `generate` of transformers, as TREE_METHODS describes our methods
-TRANSFORMERS_BASELINE = TreeMethod(
+TRANSFORMERS_BASELINE_METHOD = TreeMethod(
     "generate",
     "transformers",
     "",
@@ -235,7 +235,7 @@ def find_tree_method(name: str) -> TreeMethod:
     default properties are returned.
     """
     rows = TREE_METHODS | {
-        row.name: row for row in (NGRAMS_WITHOUT_DRAFTER_METHOD, TRANSFORMERS_BASELINE)
+        row.name: row for row in (NGRAMS_ALONE_TREE_METHOD, TRANSFORMERS_BASELINE_METHOD)
     }
     if name in rows:
         return rows[name]
@@ -335,7 +335,9 @@ class Evaluation:
     @property
     def engine_methods(self) -> list[MethodResult]:
         """All methods except baseline decoding by transformers."""
-        return [method for method in self.methods if method.name != TRANSFORMERS_BASELINE.name]
+        return [
+            method for method in self.methods if method.name != TRANSFORMERS_BASELINE_METHOD.name
+        ]
 
     @property
     def drafting_methods(self) -> list[MethodResult]:
@@ -348,7 +350,7 @@ class Evaluation:
         return [
             method
             for method in self.drafting_methods
-            if method.tree_method is not NGRAMS_WITHOUT_DRAFTER_METHOD
+            if method.tree_method is not NGRAMS_ALONE_TREE_METHOD
         ]
 
     @property

@@ -26,7 +26,7 @@ EXAMPLE_TREE_CONTEXT_CHARACTERS = 120
 ReportSamples = tuple[list[TextSample], ExampleRound | None]
 
 
-def collect_samples(
+def decode_report_samples(
     target: Target, drafter: Drafter, sequences: Sequence[DecodedSequence], options: DecodeOptions
 ) -> ReportSamples:
     """Decode some sequences again, with trees that are small enough to be drawn.

@@ -35,7 +35,7 @@ from infer.evaluation.results import SetResult, SuiteResult, read_result, write_
 from infer.formats.folders import find_drafter_folder
 from infer.targets.target import Target, weight_format_name
 from infer.utils.files import file_digest, json_digest, refuse_changed_settings
-from infer.utils.renamed_options import translate_section
+from infer.utils.renamed_options import rename_old_options_in_section
 
 MIN_SECONDS_PER_TOKEN = 1e-9
 
@@ -159,7 +159,9 @@ def evaluate_question_set(
         identical_outputs = sum(sequence.ids == expected.ids for sequence, expected in pairs)
         decoding_speedup = None
         if measurement.sequences[0].stats.seconds:
-            decoding_speedup = seconds_per_token(baseline) / seconds_per_token(measurement)
+            decoding_speedup = compute_decode_seconds_per_token(
+                baseline
+            ) / compute_decode_seconds_per_token(measurement)
         method = replace(
             method, identical_outputs=identical_outputs, decoding_speedup=decoding_speedup
         )
@@ -251,7 +253,7 @@ def encode_chat(target: Target, messages: list[dict[str, str]], thinking: bool) 
     return encoded["input_ids"]
 
 
-def seconds_per_token(measurement: VariantMeasurement) -> float:
+def compute_decode_seconds_per_token(measurement: VariantMeasurement) -> float:
     """Return the decoding time per token without the prefill, in seconds, averaged over answers.
 
     The speedup that publications report is the ratio of two such times.
@@ -285,7 +287,7 @@ def collect_settings(
     } | options
 
 
-def read_finished_set(file: Path, settings: dict[str, object]) -> SetResult | None:
+def read_finished_set(file: Path, expected_settings: dict[str, object]) -> SetResult | None:
     """Return the result of a question set that an earlier run wrote to `file`.
 
     Returns None if the file does not exist. Raises ValueError if the earlier run had other
@@ -296,10 +298,10 @@ def read_finished_set(file: Path, settings: dict[str, object]) -> SetResult | No
         return None
     result = read_result(file, SetResult)
     message = f"{file} was measured with another {{keys}}: give another out=, or delete it"
-    saved = translate_section(result.settings, "evaluation.")
-    stored_settings = {key: saved.get(key) for key in settings}
+    saved = rename_old_options_in_section(result.settings, "evaluation.")
+    stored_settings = {key: saved.get(key) for key in expected_settings}
     ignored = () if result.result.time_limit_note else ("max_minutes",)
-    refuse_changed_settings(stored_settings, settings, message, ignored)
+    refuse_changed_settings(stored_settings, expected_settings, message, ignored)
     return result
 
 

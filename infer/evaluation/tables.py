@@ -12,7 +12,7 @@ from infer.evaluation.metrics import (
     compute_metrics,
 )
 from infer.evaluation.results import (
-    TRANSFORMERS_BASELINE,
+    TRANSFORMERS_BASELINE_METHOD,
     Evaluation,
     MethodResult,
     select_best_method,
@@ -35,7 +35,7 @@ def format_method_row(method: MethodResult) -> list[str]:
         same_output = MISSING_CELL
     elif method.identical:
         same_output = "yes"
-    elif method.name == TRANSFORMERS_BASELINE.name:
+    elif method.name == TRANSFORMERS_BASELINE_METHOD.name:
         same_output = "no"
     else:
         same_output = "NO"
@@ -123,7 +123,7 @@ def format_evaluation(evaluation: Evaluation) -> str:
         (head, *rows), sentence = study
         paragraphs += [format_markdown_table(head, rows), sentence]
 
-    paragraphs.append("\n".join(list_notes(evaluation)))
+    paragraphs.append("\n".join(list_measurement_notes(evaluation)))
     return "\n\n".join(paragraphs).rstrip()
 
 
@@ -196,7 +196,7 @@ def format_comparison(evaluations: Mapping[str, Evaluation]) -> str:
     return "\n\n".join([table, *build_significance_legend(methods)])
 
 
-def format_headline(evaluation: Evaluation) -> str:
+def format_findings(evaluation: Evaluation) -> str:
     """Return the sentences of `list_findings` as one text."""
     return " ".join(list_findings(evaluation))
 
@@ -283,7 +283,7 @@ def describe_speedup(method: MethodResult) -> str:
     return f"{text} (slower)" if method.speedup < 1 else text
 
 
-def list_notes(evaluation: Evaluation) -> list[str]:
+def list_measurement_notes(evaluation: Evaluation) -> list[str]:
     """Return the notes below the tables.
 
     They say what the time limit left out, how many prompts were measured again, and how many

@@ -20,7 +20,11 @@ from infer.drafters.families import PROMPT_LOOKUP_FAMILY
 from infer.drafters.lookup import PromptLookup
 from infer.formats.folders import DRAFTER_SUBFOLDERS, DrafterFolder, open_drafter_folder
 from infer.formats.integrity import save_weights_with_digests
-from infer.formats.layouts import find_folder_problems, normalise_tensors, parse_drafter_config
+from infer.formats.layouts import (
+    find_folder_problems,
+    parse_drafter_config,
+    rename_and_unpad_tensors,
+)
 from infer.targets.checks import check_finite
 from infer.targets.loading import load_int8_package
 from infer.utils.files import atomic_write
@@ -90,7 +94,7 @@ def load_drafter(
     opened, reading = open_checked_folder(folder, target_layers)
     drafter = cast(Drafter, reading.build_drafter("cpu"))
     if reading.padded_vocab_size is not None and "d2t" in opened.tensors:
-        check_padded_vocabulary(folder, opened.load({"d2t"})["d2t"])
+        require_zero_d2t(folder, opened.load({"d2t"})["d2t"])
 
     weights = opened.load({*drafter.state_dict()})
     if drafter.d2t is not None:
@@ -145,7 +149,7 @@ def open_checked_folder(
         )
     for doubt in reading.warnings:
         warnings.warn(f"{folder}: {doubt}", stacklevel=3)
-    return normalise_tensors(opened, reading), reading
+    return rename_and_unpad_tensors(opened, reading), reading
 
 
 def check_draft_vocabulary(folder: str | Path, d2t: torch.Tensor, vocabulary_size: int) -> None:
@@ -165,7 +169,7 @@ def check_draft_vocabulary(folder: str | Path, d2t: torch.Tensor, vocabulary_siz
         )
 
 
-def check_padded_vocabulary(folder: str | Path, d2t: torch.Tensor) -> None:
+def require_zero_d2t(folder: str | Path, d2t: torch.Tensor) -> None:
     """Check `d2t` of a drafter whose draft vocabulary is larger than the target's vocabulary,
     because it has padding. Raise ValueError unless `d2t` is zero everywhere, which means that draft
     token ids are the target's token ids.

@@ -21,11 +21,11 @@ from infer.formats.layouts import (
     expected_shapes,
     find_folder_problems,
     find_tensor_problems,
-    normalise_tensors,
     parse_drafter_config,
+    rename_and_unpad_tensors,
 )
 
-EMBEDDING_AND_HEAD_NAMES = {"embed_tokens.weight", "lm_head.weight", "d2t", "t2d"}
+EMBEDDING_HEAD_AND_VOCABULARY_NAMES = {"embed_tokens.weight", "lm_head.weight", "d2t", "t2d"}
 # Layouts (config keys and tensor names) of DFlash drafters. All names of layouts are values of
 # `CheckpointLayout.name` in infer/drafters/dflash/layouts.py.
 DFLASH_LAYOUTS = ("dflash", "dflash2")
@@ -35,16 +35,16 @@ DSPARK_LAYOUTS = ("DeepSpec", "SpecForge")
 VLLM_ENGINE = "vLLM (method dflash)"
 SGLANG_ENGINE = "SGLang (DFLASH)"
 SPECULATORS_ENGINE = "speculators, and vLLM through it"
-AUTHORS_ENGINE = "the DFlash authors' code"
+DFLASH_AUTHORS_ENGINE = "the DFlash authors' code"
 TRANSFORMERS_ENGINE = "transformers (speculation_type=dflash)"
 ANGELSLIM_ENGINE = "AngelSlim (dflash_benchmark.py)"
 # Engines for which every feature of the drafter is checked. transformers is not among them, because
 # it reads only drafters in its own format.
-ENGINES_CHECKED_KEY_BY_KEY = (
+ENGINES_WITH_CHECKED_FEATURES = (
     VLLM_ENGINE,
     SGLANG_ENGINE,
     SPECULATORS_ENGINE,
-    AUTHORS_ENGINE,
+    DFLASH_AUTHORS_ENGINE,
     ANGELSLIM_ENGINE,
 )
 # Keys are engines, values are the layouts (config keys and tensor names) that an engine reads.
@@ -52,7 +52,7 @@ ENGINE_LAYOUTS = {
     VLLM_ENGINE: (*DFLASH_LAYOUTS, *DSPARK_LAYOUTS),
     SGLANG_ENGINE: (*DFLASH_LAYOUTS, *DSPARK_LAYOUTS),
     SPECULATORS_ENGINE: ("speculators",),
-    AUTHORS_ENGINE: DFLASH_LAYOUTS,
+    DFLASH_AUTHORS_ENGINE: DFLASH_LAYOUTS,
     TRANSFORMERS_ENGINE: ("transformers",),
     ANGELSLIM_ENGINE: ("AngelSlim",),
 }
@@ -66,7 +66,7 @@ LAYOUT_ARCHITECTURES = {
 # Optional features of drafters that a layout (config keys and tensor names of one project)
 # supports. Keys are layouts, values are the config.json keys that turn the features on. Layouts
 # that are not listed support none of these features.
-LAYOUT_FEATURE_KEYS = {
+SUPPORTED_CONFIG_KEYS_BY_LAYOUT = {
     "dflash2": ("selector_rank", "conv_kernel_size"),
     "DeepSpec": ("markov_rank", "sample_from_anchor"),
     "SpecForge": ("markov_rank", "gru_hidden_dim", "sample_from_anchor"),
@@ -117,7 +117,7 @@ def check_engines(path: str | Path, target_layers: int | None = None) -> list[En
     return [*verdicts, EngineVerdict("blockdraft", find_folder_problems(folder, reading))]
 
 
-def describe_export(verdicts: list[EngineVerdict]) -> str:
+def format_engine_verdicts(verdicts: list[EngineVerdict]) -> str:
     """Format the results of `check_engines` for an exported folder as text for the user.
 
     The first line lists the engines that would load the folder. Then come the engines that read
@@ -158,7 +158,7 @@ def find_engine_problems(folder: DrafterFolder, reading: ParsedConfig, engine: s
         return problems
 
     config_problems = [
-        *find_misplaced_keys(folder.config, reading),
+        *find_missing_or_different_keys(folder.config, reading),
         *find_unsupported_features(folder.config, reading),
         *find_final_norm_differences(reading),
         *find_causality_differences(folder.config, reading),
@@ -175,7 +175,7 @@ def get_nested_object(config: Mapping, key: str) -> dict:
     return value if type(value) is dict else {}
 
 
-def find_misplaced_keys(config: dict, reading: ParsedConfig) -> EngineProblems:
+def find_missing_or_different_keys(config: dict, reading: ParsedConfig) -> EngineProblems:
     """Yield a problem for each key of config.json that is missing where an engine reads it, or has
     another value than the engine expects.
 
@@ -214,7 +214,7 @@ def find_misplaced_keys(config: dict, reading: ParsedConfig) -> EngineProblems:
     has_window = "sliding_window" in reading.config_kwargs and layer_config.get("sliding_window")
     if has_window and not layer_config.get("use_sliding_window"):
         yield (
-            ENGINES_CHECKED_KEY_BY_KEY,
+            ENGINES_WITH_CHECKED_FEATURES,
             "use_sliding_window is not true: the engine would ignore sliding_window",
         )
 
@@ -235,40 +235,40 @@ def find_unsupported_features(config: dict, reading: ParsedConfig) -> EngineProb
     layout = reading.layout_name
     if config.get("speculators_model_type"):
         layout = f"speculators {config['speculators_model_type']}"
-    supported_keys = LAYOUT_FEATURE_KEYS.get(layout, ())
+    supported_keys = SUPPORTED_CONFIG_KEYS_BY_LAYOUT.get(layout, ())
 
     if head is not None and head.presence_key not in supported_keys:
         yield (
-            ENGINES_CHECKED_KEY_BY_KEY,
+            ENGINES_WITH_CHECKED_FEATURES,
             f"{head.presence_key} is {family_config[head.presence_key]!r}: the engine would draft "
             "without the conditional head",
         )
     kernel_size = family_config.get("conv_kernel_size")
     if kernel_size and "conv_kernel_size" not in supported_keys:
         yield (
-            ENGINES_CHECKED_KEY_BY_KEY,
+            ENGINES_WITH_CHECKED_FEATURES,
             f"conv_kernel_size is {kernel_size}: the engine supports no convolutions in this "
             "layout",
         )
     if family_config.get("layer_fusion") and "layer_fusion" not in supported_keys:
         yield (
-            ENGINES_CHECKED_KEY_BY_KEY,
+            ENGINES_WITH_CHECKED_FEATURES,
             "layer_fusion is true: in the engine, all drafter layers read the same mix of the "
             "target's layers",
         )
     if family_config.get("sample_from_anchor") and "sample_from_anchor" not in supported_keys:
         yield (
-            ENGINES_CHECKED_KEY_BY_KEY,
+            ENGINES_WITH_CHECKED_FEATURES,
             "sample_from_anchor is true: in the engine, the first slot drafts no token",
         )
     if reading.layout_name in DSPARK_LAYOUTS and head is None:
         yield (
-            ENGINES_CHECKED_KEY_BY_KEY,
+            ENGINES_WITH_CHECKED_FEATURES,
             "markov_rank is 0 or missing: the engine reads this layout only for DSpark drafters",
         )
     if reading.layout_name in DSPARK_LAYOUTS and not family_config.get("sample_from_anchor"):
         yield (
-            ENGINES_CHECKED_KEY_BY_KEY,
+            ENGINES_WITH_CHECKED_FEATURES,
             "sample_from_anchor is false: in the engine, the first slot drafts a token too",
         )
 
@@ -289,7 +289,7 @@ def find_final_norm_differences(reading: ParsedConfig) -> EngineProblems:
         )
     if last_layer_features == "raw":
         yield (
-            (AUTHORS_ENGINE,),
+            (DFLASH_AUTHORS_ENGINE,),
             "last_tap is raw: the authors' code reads the target's last layer after the final norm",
         )
     if last_layer_features is not None:
@@ -319,7 +319,7 @@ def find_causality_differences(config: dict, reading: ParsedConfig) -> EnginePro
             config.get("is_causal"),
             config.get("sliding_window_non_causal") is False,
         ),
-        AUTHORS_ENGINE: (config.get("is_causal"),),
+        DFLASH_AUTHORS_ENGINE: (config.get("is_causal"),),
     }
     is_sliding_values = {
         kind == "sliding_attention" for kind in reading.config_kwargs["layer_types"]
@@ -354,7 +354,7 @@ def find_engine_tensor_problems(
     reading: the parsed config of the folder
     """
     has_reduced_vocabulary = "draft_vocab_size" in reading.config_kwargs
-    stored_names = EMBEDDING_AND_HEAD_NAMES & folder.tensors.keys()
+    stored_names = EMBEDDING_HEAD_AND_VOCABULARY_NAMES & folder.tensors.keys()
     problems = []
     if engine == VLLM_ENGINE and "d2t" in folder.tensors and not has_reduced_vocabulary:
         problems.append(
@@ -366,7 +366,9 @@ def find_engine_tensor_problems(
             "lm_head.weight is missing; with draft_vocab_size it is required, because the "
             "target's head has other rows"
         )
-    takes_targets = engine in (SGLANG_ENGINE, AUTHORS_ENGINE) and reading.layout_name != "DeepSpec"
+    takes_targets = (
+        engine in (SGLANG_ENGINE, DFLASH_AUTHORS_ENGINE) and reading.layout_name != "DeepSpec"
+    )
     if takes_targets and stored_names:
         names = ", ".join(sorted(stored_names))
         problems.append(f"the engine uses the target's embedding and head and ignores {names}")
@@ -375,16 +377,20 @@ def find_engine_tensor_problems(
 
     required_names = set()
     if takes_stored:
-        required_names = EMBEDDING_AND_HEAD_NAMES if has_reduced_vocabulary else stored_names
+        required_names = (
+            EMBEDDING_HEAD_AND_VOCABULARY_NAMES if has_reduced_vocabulary else stored_names
+        )
     expected = {
         name: shape
         for name, shape in expected_shapes(reading).items()
-        if name not in EMBEDDING_AND_HEAD_NAMES or name in required_names
+        if name not in EMBEDDING_HEAD_AND_VOCABULARY_NAMES or name in required_names
     }
     unused_by_engine = {
         VLLM_ENGINE: {"t2d", "d2t"},
-        SGLANG_ENGINE: EMBEDDING_AND_HEAD_NAMES,
-        AUTHORS_ENGINE: EMBEDDING_AND_HEAD_NAMES,
+        SGLANG_ENGINE: EMBEDDING_HEAD_AND_VOCABULARY_NAMES,
+        DFLASH_AUTHORS_ENGINE: EMBEDDING_HEAD_AND_VOCABULARY_NAMES,
     }
     unused = unused_by_engine.get(engine, reading.unused_tensors)
-    return problems + find_tensor_problems(normalise_tensors(folder, reading), expected, unused)
+    return problems + find_tensor_problems(
+        rename_and_unpad_tensors(folder, reading), expected, unused
+    )

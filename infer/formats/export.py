@@ -10,7 +10,7 @@ import torch
 from transformers import PretrainedConfig
 
 from infer.drafters.base import Drafter, get_target_head_weight
-from infer.drafters.build import get_target_embeddings, remove_copied_embedding_and_head
+from infer.drafters.build import compute_target_input_embeddings, remove_copied_embedding_and_head
 from infer.drafters.config_keys import build_public_config
 from infer.drafters.families import check_export_format
 from infer.formats.checkpoint import write_drafter_folder
@@ -19,7 +19,7 @@ from infer.targets.target import Target
 
 # The maximum top_k of an exported selector head, which chooses among the top_k tokens of each
 # position. Engines store the scores of all top_k * top_k pairs of consecutive tokens.
-MAX_SELECTOR_TOP_K = 1024
+MAX_EXPORTED_SELECTOR_TOP_K = 1024
 
 
 def find_export_limits(drafter: Drafter) -> dict[str, str]:
@@ -109,11 +109,11 @@ def find_head_limits(drafter: Drafter) -> dict[str, str]:
             "its selector head also chooses a token in the first slot, that of the bonus token "
             "(sample_from_anchor is true)"
         )
-    if top_k > MAX_SELECTOR_TOP_K:
+    if top_k > MAX_EXPORTED_SELECTOR_TOP_K:
         limits["selector size"] = (
-            f"its selector head chooses among {top_k} tokens, but at most {MAX_SELECTOR_TOP_K} "
-            "are allowed, because engines store scores for all pairs of these tokens (set "
-            "drafter.head.top_k, for example to 16)"
+            f"its selector head chooses among {top_k} tokens, but at most "
+            f"{MAX_EXPORTED_SELECTOR_TOP_K} are allowed, because engines store scores for all "
+            "pairs of these tokens (set drafter.head.top_k, for example to 16)"
         )
     # llama.cpp stores the top_k tokens of a position, and the scores of their top_k * top_k pairs
     # with the tokens before, in a buffer of hidden_size values.
@@ -196,7 +196,7 @@ def add_embedding_and_head(
         )
     weights = drafter.state_dict()
     target_weights = {
-        "embed_tokens.weight": get_target_embeddings(target),
+        "embed_tokens.weight": compute_target_input_embeddings(target),
         "lm_head.weight": get_target_head_weight(drafter, target),
     }
     for name, weight in target_weights.items():
@@ -230,7 +230,7 @@ def drop_embedding_and_head(
     return drafter.state_dict()
 
 
-def check_base_model(name: str, drafter: Drafter) -> str | None:
+def check_base_model_sizes(name: str, drafter: Drafter) -> str | None:
     """Check that the base model named on a drafter's model card can be the drafter's target. Hidden
     size, number of layers and vocabulary size are compared.
 

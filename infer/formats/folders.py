@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from infer.formats.integrity import digest_tensors
 from infer.targets.loading import EMBEDDED_TARGET_FOLDER
-from infer.utils.files import json_digest, read_limited_text
+from infer.utils.files import json_digest, read_small_regular_file
 
 MAX_JSON_BYTES = 64 << 20
 # Path of the drafter within the folder of a training checkpoint, and within that of a training run.
@@ -26,11 +26,11 @@ BUNDLED_DRAFTERS = {
 WEIGHTS_FILE_NAME = "model.safetensors"
 WEIGHTS_INDEX_NAME = "model.safetensors.index.json"
 # The weight of an `Int8Linear` is stored as three tensors: int8 values, a scale per output, and a
-# factor per input. `DrafterFolder` lists them as one `StoredTensor` that has the dtype INT8_DTYPE
-# and the name of the int8 values.
-INT8_DTYPE = "codes"
-INT8_TENSOR_NAMES = ("codes", "scales", "smooth")
-INT8_STORED_DTYPES = ["I8", "F32", "F32"]
+# factor per input. `DrafterFolder` lists them as one `StoredTensor` that has the dtype
+# INT8_LINEAR_WEIGHT_DTYPE and the name of the int8 values.
+INT8_LINEAR_WEIGHT_DTYPE = "codes"
+INT8_LINEAR_TENSOR_SUFFIXES = ("codes", "scales", "smooth")
+INT8_LINEAR_TENSOR_DTYPES = ["I8", "F32", "F32"]
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class StoredTensor:
 
     file: Path
     name: str  # name of the tensor in the file
-    # F32, BF16, I64, BOOL, ..., as safetensors writes it; INT8_DTYPE for the weight of an
-    # `Int8Linear`
+    # F32, BF16, I64, BOOL, ..., as safetensors writes it; INT8_LINEAR_WEIGHT_DTYPE for the weight
+    # of an `Int8Linear`
     dtype: str
     shape: tuple[int, ...]
     # load only this number of rows from the start of the tensor; None means all rows
@@ -51,10 +51,12 @@ class StoredTensor:
         `Int8Linear` is dequantized."""
         if self.num_rows_to_load is not None:
             return opened.get_slice(self.name)[: self.num_rows_to_load]
-        if self.dtype != INT8_DTYPE:
+        if self.dtype != INT8_LINEAR_WEIGHT_DTYPE:
             return opened.get_tensor(self.name)
-        layer = self.name.removesuffix(INT8_TENSOR_NAMES[0])
-        codes, scales, smooth = (opened.get_tensor(layer + name) for name in INT8_TENSOR_NAMES)
+        layer = self.name.removesuffix(INT8_LINEAR_TENSOR_SUFFIXES[0])
+        codes, scales, smooth = (
+            opened.get_tensor(layer + name) for name in INT8_LINEAR_TENSOR_SUFFIXES
+        )
         return codes * scales[:, None] * smooth
 
 
@@ -107,7 +109,7 @@ class DrafterFolder:
             return self
         tensors = dict(self.tensors)
         for name, tensor in self.tensors.items():
-            if tensor.shape[:1] == (padded_rows,) and tensor.dtype != INT8_DTYPE:
+            if tensor.shape[:1] == (padded_rows,) and tensor.dtype != INT8_LINEAR_WEIGHT_DTYPE:
                 shape = (vocabulary_size, *tensor.shape[1:])
                 tensors[name] = replace(tensor, shape=shape, num_rows_to_load=vocabulary_size)
         return replace(self, tensors=tensors)
@@ -187,7 +189,7 @@ def _read_json_object(file: Path, problems: list[str]) -> dict:
     """Read a JSON file whose content is an object. If this fails, add a sentence to `problems` and
     return {}."""
     try:
-        content = json.loads(read_limited_text(file, MAX_JSON_BYTES))
+        content = json.loads(read_small_regular_file(file, MAX_JSON_BYTES))
         if type(content) is dict:
             return content
         problems.append(f"{file.name} does not contain a JSON object")
@@ -270,17 +272,19 @@ def _merge_int8_tensors(tensors: dict[str, StoredTensor]) -> dict[str, StoredTen
     are.
     """
     merged = dict(tensors)
-    codes_name, *_ = INT8_TENSOR_NAMES
+    codes_name, *_ = INT8_LINEAR_TENSOR_SUFFIXES
     for name, codes in tensors.items():
         if not name.endswith(f".{codes_name}"):
             continue
         layer = name.removesuffix(codes_name)
-        group_names = [layer + each for each in INT8_TENSOR_NAMES if layer + each in tensors]
+        group_names = [
+            layer + each for each in INT8_LINEAR_TENSOR_SUFFIXES if layer + each in tensors
+        ]
         group = [tensors[each] for each in group_names]
         vector_sizes = [size for tensor in group[1:] for size in tensor.shape]
-        has_dtypes = [tensor.dtype for tensor in group] == INT8_STORED_DTYPES
+        has_dtypes = [tensor.dtype for tensor in group] == INT8_LINEAR_TENSOR_DTYPES
         if has_dtypes and vector_sizes == list(codes.shape):
             for group_name in group_names:
                 del merged[group_name]
-            merged[f"{layer}weight"] = replace(codes, dtype=INT8_DTYPE)
+            merged[f"{layer}weight"] = replace(codes, dtype=INT8_LINEAR_WEIGHT_DTYPE)
     return merged

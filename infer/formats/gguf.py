@@ -7,7 +7,7 @@ from pathlib import Path
 
 from huggingface_hub import snapshot_download
 
-from infer.targets.loading import resolve_path
+from infer.targets.loading import resolve_hub_id_or_folder
 
 GGUF_CONVERTER_SCRIPT_NAME = "convert_hf_to_gguf.py"
 GGUF_FILE_NAME = "drafter.gguf"
@@ -43,7 +43,7 @@ def convert_to_gguf(folder: Path, target: str, converter: Path) -> Path:
 
     Raises ValueError with the last line of the script's output if the script fails.
     """
-    target_folder = Path(resolve_path(target))
+    target_folder = Path(resolve_hub_id_or_folder(target))
     if not target_folder.is_dir():
         # Download only the target's config and tokenizer; the converter does not read its weights.
         patterns = ["*.json", "*.jinja", "*.txt", "*.model"]

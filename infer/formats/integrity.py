@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from infer.utils.files import json_digest, save_shared_safetensors
+from infer.utils.files import json_digest, save_world_readable_safetensors
 
 
 def digest_tensors(names: Iterable[str], load_tensor: Callable[[str], torch.Tensor]) -> str:
@@ -44,7 +44,7 @@ def save_weights_with_digests(weights: dict[str, torch.Tensor], file: Path, conf
         "sha256": digest_tensors(weights, weights.__getitem__),
         "config_sha256": json_digest(config),
     }
-    save_shared_safetensors(weights, file, metadata)
+    save_world_readable_safetensors(weights, file, metadata)
     with file.open("r+b") as opened:
         size = int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(size))

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 
 from infer.drafters.config_keys import ParsedConfig
 from infer.drafters.families import DRAFTER_FAMILIES, MISSING_FAMILIES
-from infer.formats.folders import INT8_DTYPE, DrafterFolder
+from infer.formats.folders import INT8_LINEAR_WEIGHT_DTYPE, DrafterFolder
 from infer.utils.optional import find_missing_path
 
 # Drafting methods that no drafter family of this project implements. Keys are lower-case substrings
@@ -40,7 +40,9 @@ def parse_drafter_config(folder: DrafterFolder, target_layers: int | None = None
         method = "peagle"
     for word, description in UNSUPPORTED_DRAFTER_TYPES_BY_SUBSTRING.items():
         if word in method:
-            return refuse_config(f"this is {description}, which this project does not support")
+            return build_unreadable_config_result(
+                f"this is {description}, which this project does not support"
+            )
 
     for family in DRAFTER_FAMILIES.values():
         reader = family.load().read_config
@@ -51,17 +53,17 @@ def parse_drafter_config(folder: DrafterFolder, target_layers: int | None = None
     for family in MISSING_FAMILIES:
         if family.config_key in raw:
             module = find_missing_path(family.class_path)
-            return refuse_config(
+            return build_unreadable_config_result(
                 f"this is a {family.title} drafter, and this installation lacks {module}"
             )
     architectures = ", ".join(f"['{family.architecture}']" for family in DRAFTER_FAMILIES.values())
-    return refuse_config(
+    return build_unreadable_config_result(
         f"architectures is {raw.get('architectures')}, expected {architectures}, or the class "
         "name of another public layout of these drafters"
     )
 
 
-def refuse_config(reason: str) -> ParsedConfig:
+def build_unreadable_config_result(reason: str) -> ParsedConfig:
     """Return the result for a config.json that no drafter family can read: a `ParsedConfig` without
     options, whose only problem is `reason`."""
     return ParsedConfig("none", None, {}, [f"config.json: {reason}"])
@@ -113,7 +115,7 @@ def find_tensor_problems(
     ]
 
 
-def normalise_tensors(folder: DrafterFolder, reading: ParsedConfig) -> DrafterFolder:
+def rename_and_unpad_tensors(folder: DrafterFolder, reading: ParsedConfig) -> DrafterFolder:
     """Return a copy of `folder` in which tensors have this project's names, and the vocabulary has
     no padding. Nothing changes on disk.
 
@@ -132,7 +134,7 @@ def find_folder_problems(folder: DrafterFolder, parsed_config: ParsedConfig) -> 
     problems = folder.problems + parsed_config.problems
     if parsed_config.problems or not parsed_config.config_kwargs or not folder.tensors:
         return problems
-    converted = normalise_tensors(folder, parsed_config)
+    converted = rename_and_unpad_tensors(folder, parsed_config)
     if len(converted.tensors) < len(folder.tensors):
         duplicates = [
             name
@@ -141,7 +143,7 @@ def find_folder_problems(folder: DrafterFolder, parsed_config: ParsedConfig) -> 
         ]
         names = ", ".join(sorted(duplicates))
         problems.append(f"these tensors are also stored under a second name: {names}")
-    float_dtypes = (*SAFETENSORS_FLOAT_DTYPES, INT8_DTYPE)
+    float_dtypes = (*SAFETENSORS_FLOAT_DTYPES, INT8_LINEAR_WEIGHT_DTYPE)
     shapes = expected_shapes(parsed_config)
     return problems + find_tensor_problems(
         converted, shapes, parsed_config.unused_tensors, float_dtypes

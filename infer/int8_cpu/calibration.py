@@ -264,7 +264,7 @@ def sample_one_hot_scores(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor
     return torch.zeros_like(scores).scatter_(1, chosen, 1)
 
 
-def run_calibration_samples(
+def iterate_calibration_passes(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[None]:
     """Run the model on sequences that it generates itself, once for each `next` of the iterator.

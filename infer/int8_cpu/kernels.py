@@ -78,7 +78,7 @@ def check_int8_linear(operation: Callable, device: torch.device) -> str:
     """
     weights = make_random_weights(20)
     states = make_normal_tensor(device, 5, 48)
-    dequantised = LinearWeights(weights.weight, weights.bias)
+    dequantised = LinearWeights(weights.transposed_weight, weights.bias)
     return describe_difference(operation(states, weights), reference.linear(states, dequantised))
 
 
@@ -95,8 +95,8 @@ def check_int8_argmax_head(operation: Callable, device: torch.device) -> str:
     return WRONG_KERNEL_TOKENS_MESSAGE
 
 
-CPU_INT8_FAST_KERNEL_TABLE = FastKernels(
-    operations=cpu.CPU_OPERATIONS
+CPU_INT8_FAST_KERNELS = FastKernels(
+    operations=cpu.CPU_FUNCTIONS_BY_OPERATION
     | {"linear": linear, "argmax_head": argmax_head, "attend": attend},
     checks={"linear": check_int8_linear, "argmax_head": check_int8_argmax_head},
     extra_fields={

@@ -24,11 +24,11 @@ from infer.int8_cpu import calibration
 from infer.int8_cpu.modules import Int8Embedding, Int8Linear, quantise_linear
 from infer.targets.loading import (
     INT8_QUANT_METHOD,
-    download_model_folder,
+    get_local_weights_folder,
     list_weight_files,
     load_target,
 )
-from infer.targets.model_cache import cache_folder, create_cached_folder, save_model
+from infer.targets.model_cache import derived_files_folder, get_or_create_cached_folder, save_model
 from infer.targets.target import Target
 
 __all__ = ["load_int8_target", "quantise_drafter", "quantise_linear"]
@@ -122,11 +122,11 @@ def make_int8_folder(
         calibration.MAX_ERROR_WITH_ONE_ACTIVATION_CODE,
     ]
     cache_key = repr([*calibration_settings, str(source.resolve()), source_files])
-    folder = cache_folder(f"{source.name}-int8", cache_key)
+    folder = derived_files_folder(f"{source.name}-int8", cache_key)
 
     def write_folder(loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase], folder: Path) -> None:
         model, tokenizer = loaded
-        samples = calibration.run_calibration_samples(model, tokenizer)
+        samples = calibration.iterate_calibration_passes(model, tokenizer)
         codes_per_activation = calibration.quantise_model(model, samples)
         config = Int8Config(codes_per_activation)
         model.config.tie_word_embeddings = False
@@ -135,7 +135,7 @@ def make_int8_folder(
         save_model(model, tokenizer, folder)
 
     message = f"writing {path} in int8 to {folder}; this is done once"
-    return str(create_cached_folder(folder, message, load, write_folder))
+    return str(get_or_create_cached_folder(folder, message, load, write_folder))
 
 
 def load_int8_target(
@@ -152,14 +152,14 @@ def load_int8_target(
         model = target.model
         return model, cast(PreTrainedTokenizerBase, target.tokenizer)
 
-    folder = make_int8_folder(download_model_folder(path), load_float_model)
+    folder = make_int8_folder(get_local_weights_folder(path), load_float_model)
     target = load_target(folder, "float32", "cpu", trust_remote_code, None, chat_template_kwargs)
     target.name = path
-    consolidate_memory(target, list_weight_files(folder))
+    pack_weights_and_map_codes(target, list_weight_files(folder))
     return target
 
 
-def consolidate_memory(target: Target, files: list[Path]) -> None:
+def pack_weights_and_map_codes(target: Target, files: list[Path]) -> None:
     """Rearrange the memory of an int8 target that was just loaded.
 
     files: the safetensors files of the target

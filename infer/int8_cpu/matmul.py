@@ -65,7 +65,7 @@ def uses_avx2_kernel(inputs: int) -> bool:
 
 
 @cache
-def get_transposed_matmul_rows(rows: int, outputs: int) -> int:
+def pad_rows_for_transposed_matmul(rows: int, outputs: int) -> int:
     """Return the padded number of rows of a transposed matmul, or 0 if it should not be transposed.
 
     rows: number of rows of activation codes
@@ -93,11 +93,11 @@ def count_padded_rows(rows: int, weights: torch.Tensor) -> int:
     outputs, inputs = weights.shape
     if uses_avx2_kernel(inputs):
         return rows
-    return max(rows, get_transposed_matmul_rows(rows, outputs))
+    return max(rows, pad_rows_for_transposed_matmul(rows, outputs))
 
 
 @llvm_intrinsic
-def compute_dot_products(typing, left, right, count, prefetch_distance):
+def compute_pairwise_dot_products(typing, left, right, count, prefetch_distance):
     """Return the dot product of each vector of `left` with each vector of `right`.
 
     left, right: tuples of addresses of vectors, of `count` * CODES_PER_REGISTER int8 codes each
@@ -200,7 +200,7 @@ def avx2_matmul_kernel(address: int) -> None:
             for n in range(0, args.num_rows, INT8_MATMUL_TILE_ROWS):
                 n1 = min(n + 1, args.num_rows - 1)
                 code_rows = args.codes + n * args.inputs, args.codes + n1 * args.inputs
-                sums = compute_dot_products(
+                sums = compute_pairwise_dot_products(
                     weight_rows,
                     code_rows,
                     args.inputs // CODES_PER_REGISTER,
@@ -259,7 +259,7 @@ def matmul(codes: torch.Tensor, weights: torch.Tensor, rows: int) -> torch.Tenso
     outputs, inputs = weights.shape
     if uses_avx2_kernel(inputs):
         return multiply_with_avx2(codes, weights, rows)
-    if not get_transposed_matmul_rows(rows, outputs):
+    if not pad_rows_for_transposed_matmul(rows, outputs):
         accumulators = allocate_tensor((rows, outputs), torch.int32, scratch="accumulators")
         run_and_record(
             partial(torch._int_mm, codes, weights.t(), out=accumulators),

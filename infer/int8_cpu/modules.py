@@ -53,7 +53,7 @@ class Int8Linear(nn.Module):
     @property
     def weight(self) -> torch.Tensor:
         """The dequantised weight, (outputs, inputs) float32. It is computed on each access."""
-        return self.int8_weights.weight.t()
+        return self.int8_weights.transposed_weight.t()
 
     @property
     def int8_weights(self) -> Int8Weights:

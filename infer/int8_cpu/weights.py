@@ -30,7 +30,7 @@ class Int8Weights:
     bias: torch.Tensor | None = None  # (outputs,) float32
 
     @property
-    def weight(self) -> torch.Tensor:
+    def transposed_weight(self) -> torch.Tensor:
         """The dequantised weight, (inputs, outputs) float32. It is computed on each access."""
         return (self.codes * self.scales[:, None] * self.smoothing).t()
 

@@ -387,11 +387,11 @@ def qk_norm_rope_write(
     return queries.flatten(1, 2)
 
 
-CPU_OPERATIONS = {
+CPU_FUNCTIONS_BY_OPERATION = {
     "rms_norm": rms_norm,
     "add_rms_norm": add_rms_norm,
     "gated_activation": gated_activation,
     "qk_norm_rope_write": qk_norm_rope_write,
     "best_first_search": cpu_search.best_first_search,
 }
-CPU_FAST_KERNEL_TABLE = FastKernels(CPU_OPERATIONS)
+CPU_FAST_KERNELS = FastKernels(CPU_FUNCTIONS_BY_OPERATION)

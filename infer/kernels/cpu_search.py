@@ -17,7 +17,7 @@ from infer.kernels.reference_search import (
     replace_nan_log_probs,
     stack_log_prob_tables,
 )
-from infer.ngrams.rescoring import NGramRescorer, get_log_prob_row, score_node_children
+from infer.ngrams.rescoring import NGramSearchBuffers, get_log_prob_row, score_node_children
 from infer.utils.jit import njit
 
 
@@ -43,7 +43,7 @@ def best_first_search(candidates: CandidateTables, budget: int) -> DraftNodes:
 @njit
 def search_tree(
     log_q: np.ndarray, tokens: np.ndarray, length: int, rows_per_position: int,
-    rescorer: NGramRescorer | None, nodes: np.ndarray, scores: np.ndarray,
+    rescorer: NGramSearchBuffers | None, nodes: np.ndarray, scores: np.ndarray,
 ) -> None:  # fmt: skip
     """Find the most probable prefixes of one batch row (DDTree section 4.3, algorithm 1).
 
@@ -80,12 +80,12 @@ def search_tree(
                 log_q_row[node] = node
                 score_node_children(rescorer, node, depth, parent, node_child[node], log_q, tokens)
             children = log_q[log_q_row[node]]
-            entry_child[node] = find_next_best(
+            entry_child[node] = find_next_best_child(
                 node_score[node], children, np.inf, entry_child[node], sorted_rows
             )
             entry_score[node] = node_score[node] + children[entry_child[node]]
 
-        parent = find_best_entry(entry_score, entry_child, node_depth, node)
+        parent = find_next_parent(entry_score, entry_child, node_depth, node)
         child = entry_child[parent]
         depth = node_depth[parent] + 1
         nodes[0, node] = tokens[token_row[parent], child]
@@ -97,14 +97,14 @@ def search_tree(
         node_child[node + 1] = child
 
         siblings = log_q[log_q_row[parent]]
-        entry_child[parent] = find_next_best(
+        entry_child[parent] = find_next_best_child(
             node_score[parent], siblings, np.float64(entry_score[parent]), child, sorted_rows
         )
         entry_score[parent] = node_score[parent] + siblings[entry_child[parent]]
 
 
 @njit
-def find_best_entry(
+def find_next_parent(
     entry_score: np.ndarray, entry_child: np.ndarray, node_depth: np.ndarray, newest: int
 ) -> int:
     """Return the parent of the node that the search must add next.
@@ -125,7 +125,7 @@ def find_best_entry(
 
 
 @njit
-def find_next_best(
+def find_next_best_child(
     parent_score: float,
     log_q: np.ndarray,
     previous_score: float,

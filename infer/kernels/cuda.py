@@ -35,9 +35,9 @@ def attention(
     if scale is None:
         scale = keys.shape[-1] ** -0.5
     if mask.new_key_mask is None:
-        unpacked = reference.unpack_queries(queries, mask)
+        unpacked = reference.ungroup_query_heads(queries, mask)
         return flex_attention(unpacked, keys, values, mask, scale).reshape(queries.shape)
-    packed = reference.pack_queries(queries, keys)
+    packed = reference.group_query_heads(queries, keys)
     return tree_attention(packed, keys, values, mask, scale).view(queries.shape)
 
 
@@ -71,9 +71,9 @@ def compile_flex_attention() -> Callable[..., torch.Tensor]:
     return cast(Callable[..., torch.Tensor], compiled)
 
 
-CUDA_OPERATIONS = {
+CUDA_FUNCTIONS_BY_OPERATION = {
     "attention": attention,
     "attend": partial(reference.attend_with, attention),
     "best_first_search": best_first_search,
 }
-CUDA_FAST_KERNEL_TABLE = FastKernels(CUDA_OPERATIONS)
+CUDA_FAST_KERNELS = FastKernels(CUDA_FUNCTIONS_BY_OPERATION)

@@ -30,7 +30,7 @@ class RMSNormWeights:
 class LinearWeights:
     """The weight and bias of a linear layer."""
 
-    weight: torch.Tensor  # (inputs, outputs), the transpose of nn.Linear.weight
+    transposed_weight: torch.Tensor  # (inputs, outputs), the transpose of nn.Linear.weight
     bias: torch.Tensor | None = None  # (outputs,)
 
 

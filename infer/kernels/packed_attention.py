@@ -28,8 +28,8 @@ class _PieceAttention(torch.autograd.Function):
                 slice(None),
                 piece.query_slice,
             )
-            visible_keys = piece.gather(k)[None]
-            visible_values = piece.gather(v)[None]
+            visible_keys = piece.gather_keys(k)[None]
+            visible_values = piece.gather_keys(v)[None]
             out[piece_index] = F.scaled_dot_product_attention(
                 q[piece_index],
                 visible_keys,
@@ -56,8 +56,8 @@ class _PieceAttention(torch.autograd.Function):
         grouped_heads = (k.shape[1], -1)
 
         for piece in ctx.pieces:
-            keys = piece.gather(k)  # (key heads, keys, head size)
-            values = piece.gather(v)
+            keys = piece.gather_keys(k)  # (key heads, keys, head size)
+            values = piece.gather_keys(v)
             packed = (
                 states[piece.batch_row, :, piece.query_slice]
                 .unflatten(0, grouped_heads)
@@ -73,8 +73,8 @@ class _PieceAttention(torch.autograd.Function):
             weights = torch.softmax(scores, -1, out=scores)
             grad_scores = (piece_grad_out @ values.mT).sub_(piece_delta).mul_(weights)
 
-            piece.scatter_add(grad_v, weights.mT @ piece_grad_out)
-            piece.scatter_add(grad_k, grad_scores.mT @ queries)
+            piece.scatter_add_to_keys(grad_v, weights.mT @ piece_grad_out)
+            piece.scatter_add_to_keys(grad_k, grad_scores.mT @ queries)
             piece_grad_q = (grad_scores @ keys).unflatten(1, (-1, len(piece.additive_mask)))
             grad_q[piece.batch_row, :, piece.query_slice] = piece_grad_q.flatten(0, 1)
 

@@ -52,8 +52,8 @@ def linear(states: torch.Tensor, weights: LinearWeights) -> torch.Tensor:
     states: (positions, inputs)
     """
     if weights.bias is None:
-        return states @ weights.weight
-    return torch.addmm(weights.bias, states, weights.weight)
+        return states @ weights.transposed_weight
+    return torch.addmm(weights.bias, states, weights.transposed_weight)
 
 
 def gated_activation(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
@@ -150,23 +150,23 @@ def attention(
         scale = keys.shape[-1] ** -0.5
     tree_mask = mask.new_key_mask
     if tree_mask is None:
-        unpacked = unpack_queries(queries, mask)
+        unpacked = ungroup_query_heads(queries, mask)
         return attend_pieces(unpacked, keys, values, mask, scale).reshape(queries.shape)
 
-    packed = pack_queries(queries, keys)
+    packed = group_query_heads(queries, keys)
     groups = packed.shape[2] // tree_mask.shape[-1]
     additive = mask.for_grouped_heads(groups, queries.dtype)
     attended = F.scaled_dot_product_attention(packed, keys, values, attn_mask=additive, scale=scale)
     return attended.reshape(queries.shape)
 
 
-def unpack_queries(queries: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
+def ungroup_query_heads(queries: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
     """Reshape queries, packed by key head or not, to (B, query heads, new positions, head size)."""
     new_positions = mask.key_ranges[0][0].shape[1]
     return queries.reshape(len(queries), -1, new_positions, queries.shape[-1])
 
 
-def pack_queries(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+def group_query_heads(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """Pack queries by key head, unless they are packed already.
 
     keys: (B, key heads, keys, head size)

@@ -64,15 +64,15 @@ REFERENCE_KERNELS = Kernels(
 
 # Key: (device type, dtype of the weights); None means any dtype, and torch.int8 means quantised
 # weights with float32 activations. Value: "module:name" of a `FastKernels` object.
-FAST_KERNELS = {
-    ("cuda", None): "infer.kernels.cuda:CUDA_FAST_KERNEL_TABLE",
-    ("cpu", torch.float32): "infer.kernels.cpu:CPU_FAST_KERNEL_TABLE",
-    ("cpu", torch.int8): "infer.int8_cpu.kernels:CPU_INT8_FAST_KERNEL_TABLE",
+FAST_KERNEL_TABLE_PATHS = {
+    ("cuda", None): "infer.kernels.cuda:CUDA_FAST_KERNELS",
+    ("cpu", torch.float32): "infer.kernels.cpu:CPU_FAST_KERNELS",
+    ("cpu", torch.int8): "infer.int8_cpu.kernels:CPU_INT8_FAST_KERNELS",
 }
 
-# Key: (a value of FAST_KERNELS, device type, device index). Value: the validated kernels. This is
-# not a functools.cache, because torch.compile would trace into a cached function.
-VALIDATED_KERNELS: dict[tuple[str, str, int | None], Kernels] = {}
+# Key: (a value of FAST_KERNEL_TABLE_PATHS, device type, device index). Value: the validated
+# kernels. This is not a functools.cache, because torch.compile would trace into a cached function.
+VALIDATED_KERNELS_CACHE: dict[tuple[str, str, int | None], Kernels] = {}
 
 
 def select_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
@@ -81,13 +81,15 @@ def select_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
     The dtype torch.int8 means quantised weights. Fast versions are checked against the reference on
     the first call.
     """
-    import_path = FAST_KERNELS.get((device.type, dtype)) or FAST_KERNELS.get((device.type, None))
+    import_path = FAST_KERNEL_TABLE_PATHS.get((device.type, dtype)) or FAST_KERNEL_TABLE_PATHS.get(
+        (device.type, None)
+    )
     if import_path is None:
         return REFERENCE_KERNELS
     key = import_path, device.type, device.index
-    if key not in VALIDATED_KERNELS:
-        VALIDATED_KERNELS[key] = load_validated_kernels(import_path, device)
-    return VALIDATED_KERNELS[key]
+    if key not in VALIDATED_KERNELS_CACHE:
+        VALIDATED_KERNELS_CACHE[key] = load_validated_kernels(import_path, device)
+    return VALIDATED_KERNELS_CACHE[key]
 
 
 def load_validated_kernels(import_path: str, device: torch.device) -> Kernels:

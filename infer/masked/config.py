@@ -41,7 +41,7 @@ class MaskedConfig:
     # computed together with their outputs.
     max_num_batched_tokens: ClassVar = None
 
-    def output_positions(self, tokens: int) -> int:
+    def count_output_positions(self, tokens: int) -> int:
         """Return how many positions are computed for an output of `tokens` tokens, which is rounded
         up to whole blocks."""
         return tokens + -tokens % self.block_length

@@ -116,7 +116,7 @@ def parse_predictions(rows: Sequence[Sequence[float]], positions: Sequence[int])
     return predictions
 
 
-def choose_chain_writes(predictions: Predictions, plan: DraftPlan, length: int) -> list[Write]:
+def draft_likeliest_writes(predictions: Predictions, plan: DraftPlan, length: int) -> list[Write]:
     """Return the `length` likeliest writes in the order in which decoding would make them: block by
     block, and by descending confidence within a block (SSD section 3.2.2). A write is (position,
     token)."""
@@ -139,7 +139,7 @@ def make_chain_states(writes: Sequence[Write]) -> list[State]:
     return [frozenset(writes[:size]) for size in range(len(writes) + 1)]
 
 
-def make_mixed_states(writes: Sequence[Write], plan: DraftPlan) -> list[State]:
+def make_chain_and_swapped_states(writes: Sequence[Write], plan: DraftPlan) -> list[State]:
     """Return the states of a chain of drafts, and states in which two neighbouring writes are
     swapped (SSD section 5.2). A state is a set of writes, each a (position, token) pair.
 
@@ -275,9 +275,9 @@ def draft_states(
         )
     if options.method == "steps":
         return make_chain_states([])
-    writes = choose_chain_writes(predictions, plan, options.draft_length)
+    writes = draft_likeliest_writes(predictions, plan, options.draft_length)
     if options.method == "mixed":
-        return make_mixed_states(writes, plan)
+        return make_chain_and_swapped_states(writes, plan)
     return make_chain_states(writes)
 
 

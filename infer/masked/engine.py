@@ -76,16 +76,16 @@ class MaskedRunner:
         self.stopwatch = stopwatch
         self.budget = NodeBudget(0)
         self.rounds_per_prefill = 0
-        self.reset()
+        self.reallocate_device_memory()
 
-    def reset(self) -> None:
+    def reallocate_device_memory(self) -> None:
         """Free the KV cache, and allocate it anew."""
         options = self.options
         self.passes: FullRowPasses | DualCachePasses | None = None
         if options.cache == "none":
             self.passes = FullRowPasses(self.target, options)
         else:
-            capacity = self.capacity + options.output_positions(1) - 1
+            capacity = self.capacity + options.count_output_positions(1) - 1
             self.passes = DualCachePasses(self.target, options, capacity)
         self.free_rows = list(range(options.max_num_seqs))
 
@@ -114,12 +114,12 @@ class MaskedRunner:
         together with their outputs."""
         return 0
 
-    def finish_prefill(self, sequences: list[MaskedSequence]) -> None:
+    def prepare_for_decoding(self, sequences: list[MaskedSequence]) -> None:
         """Prepare new sequences for decoding: append mask tokens up to the full length, and assign
         a row of the KV cache."""
         for sequence in sequences:
             sequence.cache_row = self.free_rows.pop()
-            length = self.options.output_positions(sequence.options.max_new_tokens)
+            length = self.options.count_output_positions(sequence.options.max_new_tokens)
             sequence.set_up_row(self.target, length)
 
     def decode_round(self, sequences: list[MaskedSequence], max_nodes: int) -> None:
@@ -139,11 +139,11 @@ class MaskedRunner:
             groups.setdefault(passes.get_pass_group(sequence), []).append(task)
 
         for tasks in groups.values():
-            predictions = self._predict(tasks, passes.compute_logits(tasks))
+            predictions = self._parse_logits(tasks, passes.compute_logits(tasks))
             for task, task_predictions in zip(tasks, predictions, strict=True):
                 self._write_steps(task, task_predictions)
 
-    def _predict(
+    def _parse_logits(
         self, tasks: abc.Sequence[SequenceTask], logits: torch.Tensor
     ) -> list[list[Predictions]]:
         """Return the predictions that follow from the logits of one forward pass: for each task
@@ -155,7 +155,7 @@ class MaskedRunner:
         The logits are summarised on the device, so that only a few values per position are copied
         to the host.
         """
-        sizes = [sum(len(positions) for positions in task.positions) for task in tasks]
+        sizes = [sum(len(positions) for positions in task.positions_to_predict) for task in tasks]
         summaries = []
         for task, task_logits in zip(tasks, logits.split(sizes), strict=True):
             temperature = task.sequence.options.temperature
@@ -166,7 +166,7 @@ class MaskedRunner:
         predictions = []
         for task in tasks:
             task_predictions = []
-            for positions in task.positions:
+            for positions in task.positions_to_predict:
                 state_rows = [next(rows) for _ in positions]
                 task_predictions.append(parse_predictions(state_rows, positions))
             predictions.append(task_predictions)
@@ -193,7 +193,7 @@ class MaskedRunner:
         sequence.drafted.append(len(task.states) - 1)
         sequence.write(writes, self.target)
 
-    def release_rows(
+    def release_finished_rows(
         self, sequences: list[MaskedSequence], prefilling: list[MaskedSequence], order: list[int]
     ) -> None:
         """Release the rows of finished sequences in the KV cache. `prefilling` and `order` are not
@@ -211,11 +211,11 @@ def make_task_noise(task: SequenceTask, logits: torch.Tensor) -> torch.Tensor:
     logits: (num_predicted, vocab_size), ordered by state and position
     """
     # The first state predicts all positions that any state predicts.
-    all_positions = task.positions[0]
+    all_positions = task.positions_to_predict[0]
     index_of_position = {position: index for index, position in enumerate(all_positions)}
     seed = torch.tensor([task.sequence.options.seed], device=logits.device)
     positions = torch.tensor([all_positions], device=logits.device)
     indices = []
-    for state_positions in task.positions:
+    for state_positions in task.positions_to_predict:
         indices += [index_of_position[position] for position in state_positions]
     return gumbel_noise(seed, positions, logits.shape[-1])[0, indices]

@@ -38,7 +38,7 @@ def make_evaluation_options(evaluation: EvaluationConfig, masked: MaskedConfig) 
     """Return the decoding options of an evaluation. The output length is rounded up to whole
     blocks, and outputs continue after end tokens, so that all outputs have the same length."""
     text = SamplingOptions(
-        max_new_tokens=masked.output_positions(evaluation.max_new_tokens),
+        max_new_tokens=masked.count_output_positions(evaluation.max_new_tokens),
         temperature=evaluation.temperature,
         ignore_eos=True,
     )

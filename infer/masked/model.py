@@ -39,7 +39,7 @@ from infer.targets.loading import (
     read_weight_shapes,
     resolve_device,
     resolve_dtype,
-    resolve_path,
+    resolve_hub_id_or_folder,
 )
 from infer.targets.masked_models import MASKED_DIFFUSION_TARGET_KIND, read_model_config_dict
 from infer.targets.support import get_head_size
@@ -49,7 +49,7 @@ MASKED_MODEL_TYPES_IN_TRANSFORMERS = ("qwen3",)
 # Model types that run the code of their repositories. Keys are values of model_type in config.json.
 # Values are the id of the mask token if config.json has none, and whether the output at a position
 # predicts the token at the next position.
-REMOTE_CODE_MODEL_TYPES = {"llada": (126336, False), "dream": (151666, True)}
+MASK_TOKEN_AND_SHIFT_BY_REMOTE_MODEL_TYPE = {"llada": (126336, False), "dream": (151666, True)}
 
 
 @dataclass
@@ -111,7 +111,7 @@ class MaskedModel:
         return math.inf
 
     @cached_property
-    def takes_attention_masks(self) -> bool:
+    def supports_masks_and_cache(self) -> bool:
         """Whether the model accepts any 4-D attention mask and our KV cache."""
         return self.config.model_type in MASKED_MODEL_TYPES_IN_TRANSFORMERS
 
@@ -139,19 +139,21 @@ class MaskedModel:
         """
         if attention_mask is None:
             attention_mask = torch.ones_like(ids, dtype=torch.bool)
-        if not self.takes_attention_masks:
+        if not self.supports_masks_and_cache:
             assert attention_mask.all(), "rows of different lengths"
             outputs = self.model(input_ids=ids).logits
-            return self._exclude_mask_token(self._select_outputs(outputs, output_indices))
+            return self._exclude_mask_token(
+                self._select_predicting_outputs(outputs, output_indices)
+            )
 
         row_length = ids.shape[1]
         mask = to_additive_mask(attention_mask[:, None, None], self.dtype)
         mask = mask.expand(-1, 1, row_length, -1)  # (B, 1, length, length)
         positions = torch.arange(row_length, device=ids.device)[None]
         hidden = self.compute_hidden(ids, positions, mask)
-        return self.head(self._select_outputs(hidden, output_indices))
+        return self.compute_head_logits(self._select_predicting_outputs(hidden, output_indices))
 
-    def _select_outputs(
+    def _select_predicting_outputs(
         self, outputs: torch.Tensor, selected: tuple[torch.Tensor, torch.Tensor] | None
     ) -> torch.Tensor:
         """Return the entries of `outputs` (B, length, ...) that predict the selected positions. If
@@ -191,7 +193,7 @@ class MaskedModel:
         )
         return output.last_hidden_state
 
-    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+    def compute_head_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits (..., vocab_size) of final hidden states (..., hidden_size). The logits
         of the mask token are minus infinity, since the mask token is never an output."""
         return self._exclude_mask_token(self.model.get_output_embeddings()(hidden))
@@ -210,7 +212,7 @@ class MaskedModel:
         rows: number of sequences
         capacity: number of positions per sequence
         """
-        if not self.takes_attention_masks:
+        if not self.supports_masks_and_cache:
             raise ValueError(
                 f"cache=dual: {self.name} runs the code of its repository, which does not support "
                 "our KV cache; use cache=none"
@@ -236,7 +238,7 @@ def load_masked(
     config = read_model_config_dict(path)
     mask_token_id, shifted = get_mask_token_and_shift(path, config)
     model_type = config["model_type"]
-    needs_remote_code = model_type.lower() in REMOTE_CODE_MODEL_TYPES
+    needs_remote_code = model_type.lower() in MASK_TOKEN_AND_SHIFT_BY_REMOTE_MODEL_TYPE
     if needs_remote_code and not trust_remote_code:
         raise ValueError(
             f"target.path={path}: {model_type} models run code that comes with them; read this "
@@ -245,7 +247,7 @@ def load_masked(
 
     torch_device = resolve_device(device)
     torch_dtype = resolve_dtype(dtype, torch_device)
-    folder = Path(resolve_path(path))
+    folder = Path(resolve_hub_id_or_folder(path))
     if folder.is_dir():
         read_weight_shapes(path, folder)
     tokenizer = load_tokenizer(path, needs_remote_code and trust_remote_code)
@@ -304,8 +306,8 @@ def get_mask_token_and_shift(path: str, config: dict) -> tuple[int, bool]:
     """
     model_type = config["model_type"].lower()
     diffusion_config = config.get(MASKED_DIFFUSION_TARGET_KIND.config_key)
-    if model_type in REMOTE_CODE_MODEL_TYPES:
-        default_mask_token, shifted = REMOTE_CODE_MODEL_TYPES[model_type]
+    if model_type in MASK_TOKEN_AND_SHIFT_BY_REMOTE_MODEL_TYPE:
+        default_mask_token, shifted = MASK_TOKEN_AND_SHIFT_BY_REMOTE_MODEL_TYPE[model_type]
     elif model_type in MASKED_MODEL_TYPES_IN_TRANSFORMERS and diffusion_config is not None:
         default_mask_token = None
         shifted = bool(diffusion_config.get("shifted", False))

@@ -30,7 +30,7 @@ class SequenceTask:
     sequence: MaskedSequence
     plan: DraftPlan
     states: Sequence[State]  # sets of drafted writes; the first set is empty
-    positions: Sequence[Sequence[int]]  # for each state, the positions to predict
+    positions_to_predict: Sequence[Sequence[int]]  # for each state, the positions to predict
 
 
 def make_state_rows(row: torch.Tensor | None, states: Sequence[State]) -> torch.Tensor:
@@ -51,7 +51,7 @@ def make_state_rows(row: torch.Tensor | None, states: Sequence[State]) -> torch.
     return rows
 
 
-def pad_rows(tasks: Sequence[SequenceTask]) -> torch.Tensor:
+def pad_token_rows(tasks: Sequence[SequenceTask]) -> torch.Tensor:
     """Return the current token ids of the tasks' sequences, (num_sequences, max_length), padded
     with 0 on the right."""
     rows = [task.sequence.token_row for task in tasks if task.sequence.token_row is not None]
@@ -91,7 +91,7 @@ class FullRowPasses:
         """Return a number that is equal for sequences that can share a forward pass. If the model
         supports padding, all sequences can share a pass. Otherwise only sequences of the same
         length can."""
-        if self.model.takes_attention_masks:
+        if self.model.supports_masks_and_cache:
             return 0
         assert sequence.token_row is not None
         return len(sequence.token_row)
@@ -103,7 +103,7 @@ class FullRowPasses:
         row_positions: list[tuple[int, int]] = []
         for task in tasks:
             state_rows = make_state_rows(task.sequence.token_row, task.states)
-            for row, positions in zip(state_rows, task.positions, strict=True):
+            for row, positions in zip(state_rows, task.positions_to_predict, strict=True):
                 row_positions += [(len(rows), position) for position in positions]
                 rows.append(row)
 
@@ -225,9 +225,9 @@ class DualCachePasses:
         is_full = tasks[0].sequence.is_full_step
         device = self.model.device
         starts = [self._block_start(task) for task in tasks]
-        rows = pad_rows(tasks)  # (B, max_length)
+        rows = pad_token_rows(tasks)  # (B, max_length)
         length = rows.shape[1]
-        ids = self._concatenate_state_blocks(tasks, starts, is_full)  # (B, num_states * self.width)
+        ids = self._gather_state_blocks(tasks, starts, is_full)  # (B, num_states * self.width)
         blocks_length = ids.shape[1]
 
         block_starts = torch.tensor(starts, device=device)[:, None]  # (B, 1)
@@ -247,16 +247,16 @@ class DualCachePasses:
         outputs = torch.tensor(
             self._list_output_indices(tasks, starts, length, is_full), device=device
         )
-        return self.model.head(hidden[outputs[:, 0], outputs[:, 1]])
+        return self.model.compute_head_logits(hidden[outputs[:, 0], outputs[:, 1]])
 
     def _block_start(self, task: SequenceTask) -> int:
         """Return the first position that is computed for the current block. With a shifted model
         this is the position before the block, whose output predicts the block's first token."""
-        block = task.plan.block_index(task.positions[0][0])
+        block = task.plan.block_index(task.positions_to_predict[0][0])
         return task.plan.output_start + (block + 1) * task.plan.block_length - self.width
 
-    def _concatenate_state_blocks(
-        self, tasks: Sequence[SequenceTask], starts: Sequence[int], is_full: bool
+    def _gather_state_blocks(
+        self, tasks: Sequence[SequenceTask], starts: Sequence[int], skips_first_state: bool
     ) -> torch.Tensor:
         """Return the token ids of the current block in all states (copies of a sequence with
         drafted tokens). They are concatenated per sequence: (num_sequences, num_states *
@@ -264,11 +264,11 @@ class DualCachePasses:
         block.
 
         starts: the first computed position of each sequence's block
-        is_full: whether the pass computes whole sequences
+        skips_first_state: whether the pass computes whole sequences
         """
         blocks = []
         for task, start in zip(tasks, starts, strict=True):
-            states = task.states[1:] if is_full else task.states
+            states = task.states[1:] if skips_first_state else task.states
             state_rows = make_state_rows(task.sequence.token_row, states)
             blocks.append(state_rows[:, start : start + self.width].flatten())
         return pad_sequence(blocks, batch_first=True)
@@ -286,7 +286,7 @@ class DualCachePasses:
         shift = int(self.model.shifted)
         outputs = []
         for row, (task, start) in enumerate(zip(tasks, starts, strict=True)):
-            for state, positions in enumerate(task.positions):
+            for state, positions in enumerate(task.positions_to_predict):
                 if not is_full:
                     first_column = state * self.width - start
                 elif state == 0:

@@ -57,7 +57,7 @@ def count_ngrams(
     total = 0
     for index, document in enumerate(documents):
         tokens = np.asarray(document, np.int64)
-        keys_of_documents.append(make_document_keys(tokens, index, vocabulary, order))
+        keys_of_documents.append(pack_document_ngrams(tokens, index, vocabulary, order))
         total += len(keys_of_documents[-1])
         progress(total)
     if not total:
@@ -67,22 +67,24 @@ def count_ngrams(
     keys = np.concatenate(keys_of_documents)
     keys_of_documents.clear()  # the separate arrays are no longer needed; free their memory
     keys.sort()
-    return write_sorted_keys(Path(out), keys, vocabulary, order, digest, min_count)
+    return write_trie_of_sorted_keys(Path(out), keys, vocabulary, order, digest, min_count)
 
 
-def make_document_keys(tokens: np.ndarray, index: int, vocabulary: int, order: int) -> np.ndarray:
+def pack_document_ngrams(
+    tokens: np.ndarray, document_number: int, vocabulary: int, order: int
+) -> np.ndarray:
     """Return a uint64 key for each position of a document, which packs the token at this position
     and the next order - 1 tokens into 64 bits (see the docstring of this module).
 
-    index: the number of the document, for error messages. Raises ValueError if a token id is
-    outside the vocabulary.
+    document_number: the number of the document, for error messages. Raises ValueError if a token id
+    is outside the vocabulary.
     """
     extremes = (int(tokens.min()), int(tokens.max())) if tokens.size else ()
     for token in extremes:
         if not 0 <= token < vocabulary:
             raise ValueError(
-                f"document {index} has token id {token}, outside the vocabulary of {vocabulary} "
-                "ids; tokenize the documents with the tokenizer of this vocabulary"
+                f"document {document_number} has token id {token}, outside the vocabulary of "
+                f"{vocabulary} ids; tokenize the documents with the tokenizer of this vocabulary"
             )
     codes = np.pad((tokens + 1).astype(np.uint64), (0, order - 1))
     keys = np.zeros(len(tokens), np.uint64)
@@ -96,13 +98,13 @@ def find_group_starts(values: np.ndarray) -> np.ndarray:
     return np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1]]))
 
 
-def write_sorted_keys(
+def write_trie_of_sorted_keys(
     out: Path, keys: np.ndarray, vocabulary: int, order: int, digest: str, min_count: int
 ) -> NGramModel:
     """Build the trie from sorted keys, write it to the n-gram file `out`, and return a model that
     reads the file.
 
-    keys: the keys of all positions of the corpus from `make_document_keys`, sorted. The other
+    keys: the keys of all positions of the corpus from `pack_document_ngrams`, sorted. The other
     arguments are those of `count_ngrams`.
     """
     bits = np.uint64(vocabulary.bit_length())

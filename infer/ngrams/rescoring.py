@@ -8,8 +8,8 @@ are then scaled, so that the candidates have the same total probability as under
 
 A log-probability is at most 0, so scores decrease along a path. DDTree's search therefore finds the
 best prefixes exactly, as it does with marginals alone. The n-gram probabilities of the corpus are
-corrected by those of the sequence itself (`blend_context_counts`), because a text repeats names and
-phrases.
+corrected by those of the sequence itself (`blend_sequence_counts`), because a text repeats names
+and phrases.
 
 The search stores trie nodes with each path: `suffix_nodes[k]` is the node of the path's last k + 1
 tokens, or -1 if this n-gram does not occur in the corpus. When a path grows by a token, each of
@@ -50,7 +50,7 @@ MAX_NGRAM_PATH_SUFFIX_TOKENS = 8
 FORBIDDEN_TOKEN_LOG_PROBABILITY = -1e30
 
 
-class NGramRescorer(NamedTuple):
+class NGramSearchBuffers(NamedTuple):
     """The inputs and buffers of the search for the draft tree of one sequence, with n-gram scores.
 
     The buffers have one entry for each tree node. An entry is filled when the search opens the
@@ -131,7 +131,7 @@ def find_path_matches(
 
 
 @njit
-def blend_context_counts(
+def blend_sequence_counts(
     sequence: np.ndarray,
     match_ends: np.ndarray,
     match_lengths: np.ndarray,
@@ -273,7 +273,7 @@ def get_log_prob_row(depth: Int64, rows_per_position: Int64, candidate: Int64) -
 
 @njit
 def fill_drafter_log_probs(
-    rescorer: NGramRescorer,
+    rescorer: NGramSearchBuffers,
     depth: Int64,
     previous_column: Int64,
     tokens: np.ndarray,
@@ -302,7 +302,7 @@ def fill_drafter_log_probs(
 
 @njit
 def score_node_children(
-    rescorer: NGramRescorer, node: Int64, depth: Int64, parent: Int64, child: Int64,
+    rescorer: NGramSearchBuffers, node: Int64, depth: Int64, parent: Int64, child: Int64,
     log_q: np.ndarray, tokens: np.ndarray,
 ) -> None:  # fmt: skip
     """Compute the candidates for the next token after a node of the draft tree, and their scores.
@@ -353,7 +353,7 @@ def score_node_children(
         rescorer.child_suffix_nodes[node],
         probabilities,
     )
-    blend_context_counts(
+    blend_sequence_counts(
         sequence, match_ends, match_lengths, num_matches, candidates, probabilities
     )
     fill_drafter_log_probs(rescorer, depth, previous_column, candidates, columns, log_q[node])

@@ -33,7 +33,11 @@ REASONING_AND_TOOL_CALL_MARKS = {
     "<|python_tag|>",
 }
 # Options of llguidance that allow only the white space which models usually generate in JSON
-JSON_WHITESPACE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+LLGUIDANCE_JSON_WHITESPACE_OPTIONS = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+}
 # Keys of a JSON schema that contain the definitions to which "$ref" refers
 JSON_SCHEMA_DEFINITION_KEYS = ("$defs", "definitions")
 ANGLE_BRACKET_SPECIAL_TOKEN_PATTERN = re.compile(r"<\|?\w+\|?>")
@@ -43,7 +47,7 @@ PROMPT_TOKENS_SEARCHED_FOR_REASONING_TAG = (
 
 
 @dataclass(frozen=True)
-class ToolCallFormat:
+class FamilyAnswerFormat:
     """How a family of models marks reasoning and tool calls in the text of an answer.
 
     template_marker: a text that all chat templates of the family contain
@@ -81,7 +85,7 @@ class ToolCallFormat:
 # model is used.
 TOOL_CALL_FORMATS = {
     # The format of Qwen3-Coder and Qwen3.5
-    "tags": ToolCallFormat(
+    "tags": FamilyAnswerFormat(
         "<function=",
         {
             "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
@@ -97,19 +101,19 @@ TOOL_CALL_FORMATS = {
         },
     ),
     # The format of Hermes, Qwen2.5 and Qwen3
-    "hermes": ToolCallFormat(
+    "hermes": FamilyAnswerFormat(
         "<tool_call>",
         {"open_pattern": r"\s*<tool_call>", "close": "</tool_call>"},
         "arguments",
         ("<tool_call>\n", "\n</tool_call>"),
     ),
-    "llama3": ToolCallFormat(
+    "llama3": FamilyAnswerFormat(
         "ipython",
         {"open_pattern": r"\A\s*(?:<\|python_tag\|>)?(?=\{)"},
         "parameters",
         allows_several=False,
     ),
-    "reasoning": ToolCallFormat("<think>"),
+    "reasoning": FamilyAnswerFormat("<think>"),
 }
 
 
@@ -125,7 +129,7 @@ def build_call_schema(tool: Tool, arguments_key: str) -> dict:
         "properties": {"name": {"const": tool.name}, arguments_key: tool.parameters},
         "required": ["name", arguments_key],
         "additionalProperties": False,
-        "x-guidance": JSON_WHITESPACE,
+        "x-guidance": LLGUIDANCE_JSON_WHITESPACE_OPTIONS,
     }
     for key in JSON_SCHEMA_DEFINITION_KEYS:
         if key in tool.parameters:
@@ -175,7 +179,7 @@ class AnswerFormat:
     """
 
     tokenizer: Any
-    call_format: ToolCallFormat | None
+    call_format: FamilyAnswerFormat | None
     response_template: dict | None = None
 
     @property
@@ -232,7 +236,7 @@ class AnswerFormat:
             fields.pop("tool_calls", None)
         return template | {"fields": fields}
 
-    def build_grammar(
+    def build_tool_call_grammar(
         self, tools: Sequence[Tool], allows_several: bool, reasoning_is_open: bool
     ) -> str:
         """Return a Lark grammar for answers that call one of the tools.

@@ -24,7 +24,9 @@ from infer.serving.regeneration_task import (
 )
 
 MAX_REQUEST_ATTEMPTS = 3  # after this many failed requests for one example, the example fails
-RETRY_DELAY_SECONDS = 1.0  # delay after the first failed request; after the second, four times it
+FIRST_RETRY_DELAY_SECONDS = (
+    1.0  # delay after the first failed request; after the second, four times it
+)
 MAX_OUTAGE_SECONDS = 60.0  # the run ends if the server accepts no connection for this time
 CONNECT_TIMEOUT_SECONDS = 10.0
 READ_TIMEOUT_SECONDS = 600.0
@@ -199,7 +201,7 @@ class OpenAIClient:
         while task.record is None:
             async with request_slots:
                 try:
-                    error = await self._request_output(http, task)
+                    error = await self._try_request_output(http, task)
                 except httpx.ConnectError as connect_error:
                     # A failed connection is not the example's fault, so it does not count as a
                     # failed attempt.
@@ -216,13 +218,15 @@ class OpenAIClient:
                 continue
             failed_attempts += 1
             if failed_attempts == MAX_REQUEST_ATTEMPTS:
-                task.fail(error)
+                task.fail_or_end_chat(error)
             else:
-                await asyncio.sleep(RETRY_DELAY_SECONDS * 4 ** (failed_attempts - 1))
+                await asyncio.sleep(FIRST_RETRY_DELAY_SECONDS * 4 ** (failed_attempts - 1))
         on_finished()
         return task.record
 
-    async def _request_output(self, http: httpx.AsyncClient, task: RegenerationTask) -> str | None:
+    async def _try_request_output(
+        self, http: httpx.AsyncClient, task: RegenerationTask
+    ) -> str | None:
         """Request the next output of a task from the server, and add it to the task.
 
         Returns an error message if the request failed and may be sent again. Returns None if the
@@ -258,5 +262,5 @@ class OpenAIClient:
             return message
         # Sending the request again would not help. Status 400 may mean that the chat has become too
         # long, so the answers to its earlier turns are kept.
-        task.fail(message, keep_answers=status == 400)
+        task.fail_or_end_chat(message, keep_answers=status == 400)
         return None

@@ -56,7 +56,7 @@ class RequestGuard:
             key is None and not options.allow_unauthenticated and is_loopback(options.host)
         )
 
-    def check_request(self, scope: Scope) -> Response | None:
+    def check_request_headers(self, scope: Scope) -> Response | None:
         """Check the headers of a request before its body is read.
 
         Returns None if the request is accepted, else the error response to send.
@@ -88,7 +88,7 @@ class RequestGuard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        refusal = self.check_request(scope)
+        refusal = self.check_request_headers(scope)
         if refusal is not None:
             return await refusal(scope, receive, send)
         received_bytes = 0
@@ -138,9 +138,9 @@ class LimitedH11Protocol(H11Protocol):
         for start in range(0, len(data), HTTP_BYTES_BETWEEN_LIMIT_CHECKS):
             if self.is_too_large or self.transport.is_closing():
                 return
-            self.process_bytes(data[start : start + HTTP_BYTES_BETWEEN_LIMIT_CHECKS])
+            self.process_and_check_size(data[start : start + HTTP_BYTES_BETWEEN_LIMIT_CHECKS])
 
-    def process_bytes(self, data: bytes) -> None:
+    def process_and_check_size(self, data: bytes) -> None:
         """Pass received bytes to uvicorn, then check whether the request is too large."""
         cycle = self.cycle
         previous_body_bytes = 0 if cycle is None else len(cycle.body)
@@ -174,13 +174,13 @@ class LimitedH11Protocol(H11Protocol):
             self.transport.close()
 
 
-def parse_hostname(host: str) -> str:
+def parse_hostname(host_header: str) -> str:
     """Return the host name in the value of a Host header, without the port.
 
     Returns an empty string if the value is malformed.
     """
     try:
-        return urlsplit(f"//{host}").hostname or ""
+        return urlsplit(f"//{host_header}").hostname or ""
     except ValueError:
         return ""
 

@@ -54,7 +54,7 @@ IGNORED_GENERATE_ARGUMENTS = {
     "token_type_ids",
 }
 # Options of a generation config that request outputs which this loop does not return
-UNSUPPORTED_OUTPUTS = (
+UNSUPPORTED_OUTPUT_OPTIONS = (
     "output_scores",
     "output_logits",
     "output_attentions",
@@ -178,7 +178,9 @@ def _submit_prompts(
         row_processors = [
             _adapt_processor_to_row(processor, row, len(prompts)) for processor in processors
         ]
-        sampling_options, remaining = _extract_options(row_processors, padding.shape[1])
+        sampling_options, remaining = _replace_processors_by_options(
+            row_processors, padding.shape[1]
+        )
         temperature = sampling_options.pop("temperature", 1.0)
         options = SamplingOptions(
             max_new_tokens=max_new_tokens,
@@ -189,7 +191,7 @@ def _submit_prompts(
             **sampling_options,
         )
         padded_processors = [
-            _pad_processor_input(processor, padding, len(prompt), end_tokens)
+            _prepend_padding_for_processor(processor, padding, len(prompt), end_tokens)
             for processor in remaining
         ]
         sequences.append(engine.submit(prompt, options, padded_processors))
@@ -226,7 +228,7 @@ def _adapt_processor_to_row(
     return processor
 
 
-def _pad_processor_input(
+def _prepend_padding_for_processor(
     processor: LogitsProcessor,
     padding: torch.Tensor,
     prompt_length: int,
@@ -294,7 +296,7 @@ def _is_met(criterion: StoppingCriteria, ids: torch.Tensor) -> bool:
     return bool(torch.as_tensor(criterion(ids, None)).all())
 
 
-def _extract_options(
+def _replace_processors_by_options(
     processors: abc.Sequence[LogitsProcessor], padding_length: int
 ) -> tuple[dict[str, Any], abc.Sequence[LogitsProcessor]]:
     """Replace logits processors by options of `TextOptions` that have the same effect.
@@ -340,7 +342,7 @@ def _refuse_unsupported(
     """
     unsupported = []
     if config.return_dict_in_generate:
-        unsupported += [name for name in UNSUPPORTED_OUTPUTS if vars(config).get(name)]
+        unsupported += [name for name in UNSUPPORTED_OUTPUT_OPTIONS if vars(config).get(name)]
     unsupported += sorted(
         name
         for name, value in arguments.items()

@@ -131,7 +131,7 @@ class Message(LenientModel):
 
     @model_validator(mode="before")
     @classmethod
-    def require_content(cls, fields: Any) -> Any:
+    def require_content_except_assistant(cls, fields: Any) -> Any:
         """Raise ValueError if a message of another role than assistant has no field "content".
 
         Unknown fields are ignored, so a misspelt "content" would otherwise not be noticed.

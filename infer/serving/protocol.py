@@ -23,7 +23,7 @@ MAX_PROMPTS_PER_REQUEST = 4096  # maximum number of prompts in one request
 MAX_METADATA_PAIRS = 64  # maximum number of entries of the field "metadata"
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for /v1/completions
 # Fields that are copied to options of `TextOptions` with the same name
-REQUEST_FIELDS_COPIED_TO_TEXT_OPTIONS = {
+REQUEST_FIELDS_COPIED_TO_SAMPLING_OPTIONS = {
     "temperature",
     "top_p",
     "min_p",
@@ -33,7 +33,7 @@ REQUEST_FIELDS_COPIED_TO_TEXT_OPTIONS = {
 }
 
 
-def as_list(value: Any) -> Any:
+def wrap_string_in_list(value: Any) -> Any:
     """Return [value] if the value is a string, else the value unchanged."""
     return [value] if isinstance(value, str) else value
 
@@ -43,7 +43,7 @@ def normalise_prompts(value: Any) -> Any:
 
     Raises ValueError if there are more than MAX_PROMPTS_PER_REQUEST prompts.
     """
-    prompts = as_list(value)
+    prompts = wrap_string_in_list(value)
     is_list_of_prompts = isinstance(prompts, list) and len(prompts) > 0
     # A list of integers is a single prompt, given as token ids.
     if (
@@ -99,7 +99,9 @@ class CompletionRequest(StrictModel):
     repetition_penalty: float = Field(1.0, gt=0, le=10)
     n: int = Field(1, ge=1, le=16)
     seed: int | None = Field(None, ge=-(2**62), lt=2**62)
-    stop: Annotated[list[StopString], Field(max_length=16), BeforeValidator(as_list)] = []
+    stop: Annotated[
+        list[StopString], Field(max_length=16), BeforeValidator(wrap_string_in_list)
+    ] = []
     ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -141,12 +143,12 @@ class CompletionRequest(StrictModel):
         return []
 
     @property
-    def required_tools(self) -> list[Tool] | None:
+    def required_call_candidates(self) -> list[Tool] | None:
         """The tools of which the answer must call at least one; None if it need not call a tool."""
         return None
 
     @property
-    def allows_several_calls(self) -> bool:
+    def allows_several_required_calls(self) -> bool:
         """Whether an answer that must call a tool may contain several calls."""
         return False
 
@@ -206,7 +208,7 @@ class CompletionRequest(StrictModel):
             )
         return options
 
-    def to_text_options(self, max_new_tokens: int, index: int) -> SamplingOptions:
+    def to_sampling_options(self, max_new_tokens: int, index: int) -> SamplingOptions:
         """Return the options with which the engine generates one answer to the request.
 
         If the field `seed` is null, the seed is random. Otherwise it is derived from the field and
@@ -216,7 +218,7 @@ class CompletionRequest(StrictModel):
         """
         seed = random.getrandbits(62) if self.seed is None else derive_seed(self.seed, index)
         shared_options: dict[str, Any] = self.model_dump(
-            include=REQUEST_FIELDS_COPIED_TO_TEXT_OPTIONS
+            include=REQUEST_FIELDS_COPIED_TO_SAMPLING_OPTIONS
         )
         grammar_options: dict[str, Any] = self.grammar_options()
         return SamplingOptions(
@@ -286,12 +288,12 @@ class ChatRequest(CompletionRequest):
         names = [tool.function.name for tool in self.tools]
         if len(set(names)) < len(names):
             raise ValueError("tools: two tools have the same name; give every tool its own name")
-        if self.required_tools == []:
+        if self.required_call_candidates == []:
             raise ValueError(
                 "tool_choice requires a tool that is not in tools: add the tool, or use "
                 'tool_choice="auto"'
             )
-        if self.required_tools is not None:
+        if self.required_call_candidates is not None:
             options = list(self.grammar_options())
             if options:
                 raise ValueError(
@@ -317,14 +319,14 @@ class ChatRequest(CompletionRequest):
         return [Tool(tool.function.name, tool.function.parameters) for tool in self.tools]
 
     @property
-    def required_tools(self) -> list[Tool] | None:
+    def required_call_candidates(self) -> list[Tool] | None:
         if isinstance(self.tool_choice, NamedTool):
             name = self.tool_choice.function.name
             return [tool for tool in self.callable_tools if tool.name == name]
         return self.callable_tools if self.tool_choice == "required" else None
 
     @property
-    def allows_several_calls(self) -> bool:
+    def allows_several_required_calls(self) -> bool:
         return self.parallel_tool_calls and self.tool_choice == "required"
 
     @property

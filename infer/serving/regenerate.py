@@ -23,11 +23,11 @@ from infer.serving.regeneration_task import (
     restore_reasoning_tag,
     seed_options_for_turn,
 )
-from infer.utils.errors import abort_on_write_error, explain_interrupt
+from infer.utils.errors import abort_on_write_error, set_interrupt_message
 from infer.utils.files import refuse_changed_settings, write_json
 from infer.utils.progress import Progress
 from infer.utils.redact import redact_text
-from infer.utils.renamed_options import translate_saved_config
+from infer.utils.renamed_options import rename_old_options
 
 # Settings that do not change answers. They may differ when a run continues the file of an earlier
 # run. Earlier versions wrote data.bad_rows.
@@ -35,7 +35,7 @@ SETTINGS_NOT_CHANGING_REGENERATED_ANSWERS = ("data.bad_rows", "data.max_invalid_
 # Number of examples that may be in progress or wait to be yielded, for each batch row of the
 # engine. Records are yielded in the order of the examples. With a larger number, the batch stays
 # full longer while one slow example holds back the records after it.
-STARTED_TASKS_PER_ENGINE_BATCH_ROW = 4
+MAX_UNYIELDED_EXAMPLES_PER_BATCH_ROW = 4
 REGENERATION_PROMPT_END_TOKENS_SEARCHED = (
     8  # "<think>" is searched in this many last tokens of a prompt
 )
@@ -62,7 +62,7 @@ def build_engine_answerer(target: Any, drafter: Any, options: Any, capacity: int
     from infer.api import encode_prompt, open_engine
 
     engine = open_engine(target, drafter, options, capacity)
-    max_tasks = STARTED_TASKS_PER_ENGINE_BATCH_ROW * options.max_num_seqs
+    max_tasks = MAX_UNYIELDED_EXAMPLES_PER_BATCH_ROW * options.max_num_seqs
 
     def submit(task: RegenerationTask) -> Sequence | None:
         """Submit the next prompt of a task to the engine, and return the engine's sequence.
@@ -74,7 +74,7 @@ def build_engine_answerer(target: Any, drafter: Any, options: Any, capacity: int
             ids = encode_prompt(target, task.prompt, example.template_options, example.tools)
             return engine.submit(ids, seed_options_for_turn(options, example, task.turn))
         except ValueError as error:
-            task.fail(str(error), keep_answers=True)
+            task.fail_or_end_chat(str(error), keep_answers=True)
             return None
 
     def answer_examples(
@@ -165,7 +165,7 @@ def regenerate_answers(
     max_failures: maximum number of examples that may fail
     total: number of examples; None means `len(examples)`
 
-    Returns the numbers of "answers" and of "failed" examples. Raises ValueError for other settings
+    Returns the numbers of "answers" and of "failed" examples. Raises ValueError for settings other
     than those of `out` or too many failures, and RunAborted if the disk is full.
     """
     failed_path = Path(f"{out}.failed")
@@ -174,8 +174,8 @@ def regenerate_answers(
     out.parent.mkdir(parents=True, exist_ok=True)
     check_and_save_settings(out, settings)
 
-    answers, last_answer = repair_and_count_lines(out)
-    failures, last_failure = repair_and_count_lines(failed_path)
+    answers, last_answer = repair_record_file(out)
+    failures, last_failure = repair_record_file(failed_path)
     # Records are written in the order of the examples, so all examples up to this one are finished.
     last_index = max(last_answer, last_failure)
     remaining_examples = (example for example in examples if example.index > last_index)
@@ -183,13 +183,13 @@ def regenerate_answers(
     progress = Progress("regenerating", "examples", finished)
 
     def count_finished() -> None:
-        """Report progress. The record may be written later, after those of earlier examples."""
+        """Report progress. The record is written after those of all earlier examples."""
         nonlocal finished
         finished += 1
         progress(finished, total, f"{failures} failed" if failures else "")
 
     with (
-        explain_interrupt(f"{out} contains the answers so far; run the same command to continue"),
+        set_interrupt_message(f"{out} contains the answers so far; run the command again"),
         abort_on_write_error(str(out)),
         out.open("a", encoding="utf-8") as answer_file,
     ):
@@ -216,7 +216,7 @@ def check_and_save_settings(out: Path, settings: dict) -> None:
     """
     settings_path = Path(f"{out}.settings.json")
     if settings_path.exists():
-        saved = translate_saved_config(json.loads(settings_path.read_text()))
+        saved = rename_old_options(json.loads(settings_path.read_text()))
         # Ignore saved settings that this version does not have.
         saved = {key: value for key, value in saved.items() if key in settings}
         # Files of earlier versions have no setting "content".
@@ -257,7 +257,7 @@ def digest_examples(examples: Iterable[PromptExample]) -> tuple[int, str]:
     return count, digest.hexdigest()
 
 
-def repair_and_count_lines(path: Path) -> tuple[int, int]:
+def repair_record_file(path: Path) -> tuple[int, int]:
     """Check a file of records, and cut off an incomplete last line.
 
     Returns (number of records, example index of the last record). Without records, the index is -1.

@@ -128,7 +128,7 @@ class RegenerationTask:
         """The prompt for the next output: a text, or a list of chat messages."""
         if not self.is_chat:
             return self.example.prompt
-        return [to_prompt_message(message) for message in self.messages]
+        return [to_message_with_inline_reasoning(message) for message in self.messages]
 
     def add_output(self, output: TargetOutput) -> None:
         """Add the target's output for `prompt`, and set the next prompt or finish the example."""
@@ -155,7 +155,7 @@ class RegenerationTask:
         else:
             self._finish_chat()
 
-    def fail(self, error: str, keep_answers: bool = False) -> None:
+    def fail_or_end_chat(self, error: str, keep_answers: bool = False) -> None:
         """Finish the example because an output could not be generated.
 
         error: error message for the record of a failed example
@@ -188,7 +188,7 @@ class RegenerationTask:
             self.record["chat_template_kwargs"] = self.example.template_options
 
 
-def to_prompt_message(message: dict) -> dict:
+def to_message_with_inline_reasoning(message: dict) -> dict:
     """Return a message in the form that prompts contain.
 
     The reasoning of an assistant message is put in front of its content, between "<think>" and

@@ -194,12 +194,14 @@ class ResponseBuilder:
         index: number of the answer in the response
         is_chunk: whether the entry is part of a streamed chunk
         """
-        choice = self.build_text_choice(index, delta, is_chunk)
+        choice = self.build_choice_without_token_ids(index, delta, is_chunk)
         if self.includes_token_ids:
             choice["token_ids"] = delta.ids
         return choice
 
-    def build_text_choice(self, index: int, delta: SequenceDelta, is_chunk: bool) -> dict:
+    def build_choice_without_token_ids(
+        self, index: int, delta: SequenceDelta, is_chunk: bool
+    ) -> dict:
         """Return the entry of "choices" for an answer, without token ids.
 
         Its form differs between the two APIs, so each subclass overrides this method.
@@ -218,7 +220,9 @@ class CompletionBuilder(ResponseBuilder):
     object_type = "text_completion"
     chunk_object_type = "text_completion"
 
-    def build_text_choice(self, index: int, delta: SequenceDelta, is_chunk: bool) -> dict:
+    def build_choice_without_token_ids(
+        self, index: int, delta: SequenceDelta, is_chunk: bool
+    ) -> dict:
         return {
             "index": index,
             "text": delta.text,
@@ -258,7 +262,9 @@ class ChatBuilder(ResponseBuilder):
         }
         return self.build_envelope(self.chunk_object_type, [choice])
 
-    def build_text_choice(self, index: int, delta: SequenceDelta, is_chunk: bool) -> dict:
+    def build_choice_without_token_ids(
+        self, index: int, delta: SequenceDelta, is_chunk: bool
+    ) -> dict:
         message: dict[str, Any] = {"content": delta.text}
         finish_reason = delta.finish_reason
         if self.parsers:
@@ -270,11 +276,11 @@ class ChatBuilder(ResponseBuilder):
         if is_chunk:
             choice["delta"] = message
         else:
-            choice["message"] = self.complete_message(message)
+            choice["message"] = self.build_message(message)
         logprobs = self.build_logprobs(delta) if self.has_logprobs else None
         return choice | {"logprobs": logprobs, "finish_reason": finish_reason}
 
-    def complete_message(self, delta: dict) -> dict:
+    def build_message(self, delta: dict) -> dict:
         """Return the message of an answer, for a response that is not streamed.
 
         delta: a message delta of OpenAI's API that contains the whole answer

@@ -154,7 +154,7 @@ class ApiServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list | None = None) -> None:
         loop = asyncio.get_running_loop()
-        loop.call_later(SECONDS_TO_FINISH_ANSWERS, self.service.end_running_answers)
+        loop.call_later(SECONDS_TO_FINISH_ANSWERS, self.service.fail_running_answers)
         await super().shutdown(sockets)
 
 

@@ -22,7 +22,7 @@ from infer.config import SamplingOptions
 from infer.engine.engine import Engine
 from infer.engine.grammar import (
     check_grammar_size,
-    check_properties,
+    check_property_count,
     get_grammar_option,
     get_grammar_tokenizer,
     serialise_tokenizer,
@@ -50,7 +50,7 @@ SERVER_STOPPED_DELTA = make_failure_delta(503, "the server was stopped")
 ENGINE_OPTIONS_IN_METRICS_LABELS = ("method", "budget")  # engine options that /metrics shows
 DISCONNECT_POLL_SECONDS = 0.1
 # Status that nginx logs if the client closes the connection before the response
-CLIENT_CLOSED_REQUEST = 499
+CLIENT_CLOSED_REQUEST_STATUS = 499
 
 
 class CompletionService:
@@ -117,15 +117,15 @@ class CompletionService:
         Prompts are tokenised and grammars compiled outside the event loop. Raises HTTPException if
         the request is refused; then no sequence is queued.
         """
-        prompts = self._check_load(request)
+        prompts = self._check_admission(request)
         sequence_count = len(prompts) * request.n
         self.num_preparing_sequences += sequence_count
         try:
-            has_grammar = request.grammar_options() or request.required_tools
+            has_grammar = request.grammar_options() or request.required_call_candidates
             pool = self.grammar_pool if has_grammar else self.prompt_pool
             loop = asyncio.get_running_loop()
             sequence_requests = await loop.run_in_executor(
-                pool, self._prepare, request, prompts, loop
+                pool, self._build_sequence_requests, request, prompts, loop
             )
         except ValueError as error:
             raise HTTPException(400, str(error)) from error
@@ -136,7 +136,7 @@ class CompletionService:
             self.worker.inbox.put(sequence_request)
         return sequence_requests
 
-    def _check_load(self, request: CompletionRequest) -> list[Any]:
+    def _check_admission(self, request: CompletionRequest) -> list[Any]:
         """Check that the server can take a request, and return the prompts of the request.
 
         Raises HTTPException if the engine has failed, if the request names another model, or if the
@@ -168,7 +168,7 @@ class CompletionService:
             )
         return prompts
 
-    def _prepare(
+    def _build_sequence_requests(
         self, request: CompletionRequest, prompts: list[Any], loop: asyncio.AbstractEventLoop
     ) -> list[SequenceRequest]:
         """Tokenise the prompts of a request and check its options.
@@ -197,7 +197,7 @@ class CompletionService:
                 index = len(sequence_requests)
                 sequence_request = SequenceRequest(
                     ids,
-                    self._check_options(request, ids, index),
+                    self._build_checked_options(request, ids, index),
                     loop,
                     deltas,
                     index,
@@ -207,7 +207,7 @@ class CompletionService:
                 sequence_requests.append(sequence_request)
         return sequence_requests
 
-    def _check_options(
+    def _build_checked_options(
         self, request: CompletionRequest, prompt_ids: list[int], index: int
     ) -> SamplingOptions:
         """Return the options with which the engine generates one answer to a request.
@@ -220,21 +220,21 @@ class CompletionService:
         max_new_tokens = request.output_token_limit
         if max_new_tokens is None:
             max_new_tokens = max(1, self.engine.capacity - len(prompt_ids))
-        options = request.to_text_options(max_new_tokens, index)
+        options = request.to_sampling_options(max_new_tokens, index)
         check_prompt(prompt_ids, options, self.engine.capacity, self.target.vocab_size)
 
-        tools = request.required_tools
+        tools = request.required_call_candidates
         if tools is not None:
             for tool in tools:
-                check_properties(tool.parameters)
+                check_property_count(tool.parameters)
             if self.answer_format is None:
                 raise ValueError(
                     "tool_choice requires a tool call, but the format of this model's tool calls "
                     'is unknown: use tool_choice="auto"'
                 )
-            grammar = self.answer_format.build_grammar(
+            grammar = self.answer_format.build_tool_call_grammar(
                 tools,
-                request.allows_several_calls,
+                request.allows_several_required_calls,
                 self.answer_format.prompt_opens_reasoning(prompt_ids),
             )
             options = replace(options, grammar=grammar)
@@ -246,7 +246,7 @@ class CompletionService:
         self.engine.check_options(options)
         return options
 
-    def end_running_answers(self) -> None:
+    def fail_running_answers(self) -> None:
         """End all running answers with an error. It is called when the server stops."""
         for sequence_request in self.active_requests:
             sequence_request.cancelled = True
@@ -288,7 +288,7 @@ class CompletionService:
             await asyncio.wait([complete, disconnected], return_when=asyncio.FIRST_COMPLETED)
             if not complete.done():
                 return make_error_response(
-                    CLIENT_CLOSED_REQUEST, "the client closed the connection"
+                    CLIENT_CLOSED_REQUEST_STATUS, "the client closed the connection"
                 )
             cached_tokens = count_cached_tokens(first_of_prompts)
             return JSONResponse(builder.build_response(complete.result(), cached_tokens))

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from infer.targets.checks import DOWNLOAD_AGAIN_HINT
 
 
-def check_chat_template(path: str, tokenizer: PreTrainedTokenizerBase) -> None:
+def check_chat_template_syntax(path: str, tokenizer: PreTrainedTokenizerBase) -> None:
     """Render a test message with a tokenizer's chat template. Raise ValueError if the template has
     a syntax error. Other exceptions are ignored, because a valid template may refuse the test
     message.
@@ -32,7 +32,9 @@ def check_chat_template(path: str, tokenizer: PreTrainedTokenizerBase) -> None:
         return
 
 
-def set_template_options(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, object]) -> None:
+def write_template_defaults(
+    tokenizer: PreTrainedTokenizerBase, options: Mapping[str, object]
+) -> None:
     """Set default values of chat template options, such as {"enable_thinking": False}.
 
     The defaults are written into the tokenizer's template in place. All later users of the

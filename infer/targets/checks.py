@@ -30,7 +30,7 @@ DOWNLOAD_AGAIN_HINT = "copy or download the model again"
 # Largest allowed num_hidden_layers in config.json. transformers builds a list with an entry per
 # layer, so a huge number would fill the memory.
 MAX_DECODER_LAYERS = 10_000
-MAX_LISTED_TENSORS = 3  # maximum number of names per kind of error in a message
+MAX_LISTED_TENSORS_PER_ERROR = 3  # maximum number of names per kind of error in a message
 CONFIG_SIZE_KEYS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "head_dim"),
@@ -38,7 +38,7 @@ CONFIG_SIZE_KEYS = (
 # Matches the names of tensors in weight files that a causal language model does not need: layers
 # for multi-token prediction, encoders of images and audio, and rotary frequencies, which
 # transformers computes itself.
-IGNORED_TENSOR_NAMES = re.compile(
+IGNORED_TENSOR_NAME_PATTERN = re.compile(
     r"(^|\.)(mtp|mtp_\w+|vision_\w+|visual|audio_\w+|multi_modal_\w+|mm_\w+|embed_vision|embed_audio|image_\w+)\.|"
     r"rotary_emb\.inv_freq$"
 )
@@ -73,7 +73,7 @@ def format_error(error: BaseException) -> str:
     return type(error).__name__
 
 
-def find_damaged_json(folder: Path) -> str | None:
+def describe_damaged_json(folder: Path) -> str | None:
     """Return the name of the first damaged JSON file in a model's folder, followed by the reason. A
     file whose content is not a JSON object counts as damaged. Return None if no file is damaged;
     missing files are ignored."""
@@ -202,7 +202,7 @@ def check_generation_config(path: str, folder: Path) -> None:
         )
 
 
-def find_checkpoint_files(path: str, folder: Path) -> list[Path]:
+def find_safetensors_files(path: str, folder: Path) -> list[Path]:
     """Return the safetensors files with the weights of the model in `folder`. Return an empty list
     if the weights have another format. Raises ValueError if the index of the files is damaged, and
     FileNotFoundError if a file in the index is missing.
@@ -266,12 +266,12 @@ def check_model_size(
     if needed > factor * stored:
         raise ValueError(
             f"target.path={path}: a model of the sizes in config.json has {needed:,} values, but "
-            f"the weight files contain {stored:,}{describe_name_differences(model, shapes)}; "
+            f"the weight files contain {stored:,}{describe_parameter_mismatches(model, shapes)}; "
             f"{DOWNLOAD_AGAIN_HINT}"
         )
 
 
-def describe_name_differences(model: PreTrainedModel, shapes: Mapping[str, Shape]) -> str:
+def describe_parameter_mismatches(model: PreTrainedModel, shapes: Mapping[str, Shape]) -> str:
     """Return a text in parentheses that lists the model's tensors that are missing in the weight
     files or have another shape there. Return "" if the files contain none of the model's tensor
     names.
@@ -312,9 +312,9 @@ def describe_tensor_errors(
         if not names:
             continue
         verb = "is" if len(names) == 1 else "are"
-        phrase = f"{len(names)} {verb} {error}: {', '.join(names[:MAX_LISTED_TENSORS])}"
-        if len(names) > MAX_LISTED_TENSORS:
-            phrase += f" and {len(names) - MAX_LISTED_TENSORS} more"
+        phrase = f"{len(names)} {verb} {error}: {', '.join(names[:MAX_LISTED_TENSORS_PER_ERROR])}"
+        if len(names) > MAX_LISTED_TENSORS_PER_ERROR:
+            phrase += f" and {len(names) - MAX_LISTED_TENSORS_PER_ERROR} more"
         phrases.append(phrase)
     return "; ".join(phrases)
 
@@ -323,7 +323,7 @@ def is_ignored_tensor(name: str, model: PreTrainedModel) -> bool:
     """Return whether a tensor in the weight files may be ignored: it belongs to a component that a
     causal language model lacks, such as an image encoder, or the model's class ignores its name."""
     ignored_patterns = model._keys_to_ignore_on_load_unexpected or ()
-    if IGNORED_TENSOR_NAMES.search(name):
+    if IGNORED_TENSOR_NAME_PATTERN.search(name):
         return True
     if any(re.search(pattern, name) for pattern in ignored_patterns):
         return True

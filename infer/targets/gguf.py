@@ -21,7 +21,7 @@ from infer.targets.checks import (
     delay_transformers_logs,
     format_error,
 )
-from infer.targets.model_cache import cache_folder, create_cached_folder, save_model
+from infer.targets.model_cache import derived_files_folder, get_or_create_cached_folder, save_model
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
@@ -71,7 +71,7 @@ def converted_folder_path(file: Path) -> Path:
     """Return the folder in the Hugging Face hub's cache for the converted model of a GGUF file. The
     folder's name depends on the file's name, size and modification time."""
     status = file.stat()
-    return cache_folder(file.stem, f"{file.name} {status.st_size} {status.st_mtime_ns}")
+    return derived_files_folder(file.stem, f"{file.name} {status.st_size} {status.st_mtime_ns}")
 
 
 def convert_gguf_once(file: Path) -> Path:
@@ -80,7 +80,7 @@ def convert_gguf_once(file: Path) -> Path:
     ValueError if the file cannot be read, and OSError if the folder cannot be written."""
     folder = converted_folder_path(file)
     message = f"converting {file.name}, once, into {folder}"
-    return create_cached_folder(
+    return get_or_create_cached_folder(
         folder,
         message,
         lambda: open_gguf(file),

@@ -21,7 +21,7 @@ from infer.targets.checks import (
 from infer.targets.support import find_decoder, get_decoder_layers
 
 
-def load_layer_weights(
+def load_layers_embedding_and_head(
     path: str,
     files: list[Path],
     model: PreTrainedModel,
@@ -43,9 +43,9 @@ def load_layer_weights(
     """
     decoder_layers = get_decoder_layers(find_decoder(model))
     shapes = read_tensor_shapes(path, files)
-    check_layer_indices(path, model, shapes)
+    refuse_extra_layers(path, model, shapes)
     state_dict_names = model.state_dict().keys()  # also contains buffers, which are not loaded
-    needed = get_required_shapes(path, model, shapes)
+    needed = get_embedding_head_and_norm_shapes(path, model, shapes)
     for i in layers:
         layer_shapes = parameter_shapes(model, decoder_layers[i])
         prefix = os.path.commonprefix([*layer_shapes])
@@ -75,7 +75,7 @@ def load_layer_weights(
     model.tie_weights()
 
 
-def get_required_shapes(
+def get_embedding_head_and_norm_shapes(
     path: str, model: PreTrainedModel, shapes: Mapping[str, Shape]
 ) -> dict[str, Shape]:
     """Return the shapes of the parameters in a model's embedding, head and final norm, by parameter
@@ -109,7 +109,7 @@ def get_required_shapes(
     return required
 
 
-def check_layer_indices(path: str, model: PreTrainedModel, shapes: Mapping[str, Shape]) -> None:
+def refuse_extra_layers(path: str, model: PreTrainedModel, shapes: Mapping[str, Shape]) -> None:
     """Raise ValueError if the weight files contain decoder layers that the model does not have.
 
     path: the target's path, for the error message

@@ -29,8 +29,8 @@ LLAMA_NORM_NAMES = {"input_layernorm", "post_attention_layernorm"}
 # attention and MLP.
 GEMMA2_NORM_NAMES = LLAMA_NORM_NAMES | {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
 # Two results differ only by rounding if their relative difference is at most this number.
-ROUNDING_RTOL = {torch.float64: 1e-9, torch.float32: 1e-4}
-LOW_PRECISION_RTOL = 0.05  # like ROUNDING_RTOL, for 16-bit dtypes and int8 weights
+ROUNDING_RTOL_BY_DTYPE = {torch.float64: 1e-9, torch.float32: 1e-4}
+LOW_PRECISION_RTOL = 0.05  # like ROUNDING_RTOL_BY_DTYPE, for 16-bit dtypes and int8 weights
 COEFFICIENTS_BY_ACTIVATION = {
     nn.SiLU: SILU_COEFFICIENTS,
     type(ACT2FN["silu"]): SILU_COEFFICIENTS,
@@ -54,7 +54,7 @@ def equals_up_to_rounding(
     """
     rtol = LOW_PRECISION_RTOL
     if not int8:
-        rtol = ROUNDING_RTOL.get(expected.dtype, LOW_PRECISION_RTOL)
+        rtol = ROUNDING_RTOL_BY_DTYPE.get(expected.dtype, LOW_PRECISION_RTOL)
     tolerance = rtol * expected.norm() + torch.finfo(expected.dtype).eps * residual_norm
     return bool((actual - expected).norm() <= tolerance)
 
@@ -74,7 +74,7 @@ def select_output_features(linear: nn.Module, output_ids: torch.Tensor) -> nn.Mo
     return selected
 
 
-def is_linear(module: nn.Module) -> bool:
+def is_joinable_linear(module: nn.Module) -> bool:
     """Return whether `join_linears` supports a module: nn.Linear, or a linear layer with int8
     weights, whose class has the methods `can_join` and `join` (`infer.int8_cpu.modules`)."""
     return type(module) is nn.Linear or hasattr(module, "can_join")
@@ -176,7 +176,7 @@ def convert_mlp(module: nn.Module, kernels: Kernels) -> Callable[[torch.Tensor],
     names = ["gate_up_proj"] if "gate_up_proj" in children else ["gate_proj", "up_proj"]
     projections = [children[name] for name in names if name in children]
     is_gated = activation is not None and len(projections) == len(names)
-    if is_gated and all(is_linear(layer) and layer.bias is None for layer in projections):
+    if is_gated and all(is_joinable_linear(layer) and layer.bias is None for layer in projections):
         function = cast(Callable[[torch.Tensor], torch.Tensor], activation)
         coefficients = COEFFICIENTS_BY_ACTIVATION.get(type(activation))
         return GatedMLP(

@@ -23,7 +23,7 @@ from transformers import (
 from transformers.utils import logging
 
 from infer.config import TargetConfig
-from infer.targets.chat_template import check_chat_template, set_template_options
+from infer.targets.chat_template import check_chat_template_syntax, write_template_defaults
 from infer.targets.checks import (
     DOWNLOAD_AGAIN_HINT,
     WEIGHTS_INDEX_FILE,
@@ -35,14 +35,14 @@ from infer.targets.checks import (
     check_loading_info,
     check_model_size,
     delay_transformers_logs,
-    find_checkpoint_files,
-    find_damaged_json,
+    describe_damaged_json,
+    find_safetensors_files,
     format_error,
     read_json_object,
     read_tensor_shapes,
 )
 from infer.targets.gguf import GGUF_MODELS_IN_PYTHON_PACKAGES, convert_gguf_once, find_packaged_gguf
-from infer.targets.layer_weights import load_layer_weights
+from infer.targets.layer_weights import load_layers_embedding_and_head
 from infer.targets.support import (
     get_decoder_layers,
     get_first_truthy_setting,
@@ -51,7 +51,7 @@ from infer.targets.support import (
 )
 from infer.targets.target import Target
 from infer.utils.optional import require_installed
-from infer.utils.progress import report_activity
+from infer.utils.progress import set_activity_within_block
 
 MODEL_LOAD_FAILURE_MESSAGE = "this model cannot be loaded"
 INT8_LOADING_MODULE = "infer.int8_cpu.loading"
@@ -115,7 +115,7 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     return TARGET_DTYPES[name]
 
 
-def resolve_path(path: str) -> str:
+def resolve_hub_id_or_folder(path: str) -> str:
     """Return the hub id or local folder for a value of the option target.path.
 
     "embedded" means the target in this repository. "smollm2" means a GGUF file in a Python package.
@@ -138,17 +138,17 @@ def load_tokenizer(
     """Load a target's tokenizer.
 
     path: value of the option target.path
-    chat_template_kwargs: default values of chat template options, see `set_template_options`
+    chat_template_kwargs: default values of chat template options, see `write_template_defaults`
 
     Raises FileNotFoundError if the tokenizer is missing, and ValueError if its files are damaged.
     """
     with explain_load_errors(path):
         tokenizer = AutoTokenizer.from_pretrained(
-            resolve_path(path), trust_remote_code=trust_remote_code
+            resolve_hub_id_or_folder(path), trust_remote_code=trust_remote_code
         )
         tokenizer = cast(PreTrainedTokenizerBase, tokenizer)
-        check_chat_template(path, tokenizer)
-    set_template_options(tokenizer, chat_template_kwargs or {})
+        check_chat_template_syntax(path, tokenizer)
+    write_template_defaults(tokenizer, chat_template_kwargs or {})
     return tokenizer
 
 
@@ -156,7 +156,7 @@ def load_config(path: str = "embedded", trust_remote_code: bool = False) -> Pret
     """Load the config.json of the target at `path` (the option target.path). Raises
     FileNotFoundError if the file is missing, and ValueError if it is damaged or has impossible
     sizes."""
-    source = resolve_path(path)
+    source = resolve_hub_id_or_folder(path)
     if Path(source).is_dir():
         check_layer_count(path, read_json_object(path, Path(source) / "config.json"))
     with explain_load_errors(path):
@@ -169,7 +169,7 @@ def load_generation_config(path: str) -> GenerationConfig | None:
     """Load the generation_config.json of the target at `path` (the option target.path). Return None
     if the target has no such file."""
     try:
-        return GenerationConfig.from_pretrained(resolve_path(path))
+        return GenerationConfig.from_pretrained(resolve_hub_id_or_folder(path))
     except OSError:
         return None
 
@@ -186,7 +186,7 @@ def explain_load_errors(path: str, failure: str = MODEL_LOAD_FAILURE_MESSAGE) ->
     exceptions are not converted: out-of-memory errors, and exceptions whose message already names
     the target.
     """
-    folder = Path(resolve_path(path))
+    folder = Path(resolve_hub_id_or_folder(path))
     if folder.is_file():
         raise ValueError(f"target.path={path} is a file; give the model's folder or a GGUF file")
     try:
@@ -207,17 +207,17 @@ def explain_load_errors(path: str, failure: str = MODEL_LOAD_FAILURE_MESSAGE) ->
             raise FileNotFoundError(
                 f"target.path={path}: this folder contains no config.json; give a model's folder"
             ) from error
-        damage = find_damaged_json(folder) if folder.is_dir() else None
+        damage = describe_damaged_json(folder) if folder.is_dir() else None
         if damage is not None:
             raise ValueError(f"target.path={path}: {damage}; {DOWNLOAD_AGAIN_HINT}") from error
         error_class = FileNotFoundError if isinstance(error, OSError) else ValueError
         raise error_class(f"target.path={path}: {failure} ({format_error(error)})") from error
 
 
-def download_model_folder(path: str) -> str:
+def get_local_weights_folder(path: str) -> str:
     """Return the local folder of the model at `path` (the option target.path). If the model is on
     the hub, its safetensors files are downloaded, unless they are already in the hub's cache."""
-    source = resolve_path(path)
+    source = resolve_hub_id_or_folder(path)
     if Path(source).is_dir():
         return source
     with explain_load_errors(path):
@@ -227,7 +227,7 @@ def download_model_folder(path: str) -> str:
 def list_weight_files(path: str) -> list[Path]:
     """Return the local safetensors files of the model at `path` (the option target.path). Files on
     the hub are downloaded first, unless they are already in the hub's cache."""
-    return sorted(Path(download_model_folder(path)).glob("*.safetensors"))
+    return sorted(Path(get_local_weights_folder(path)).glob("*.safetensors"))
 
 
 def load_target(
@@ -246,7 +246,7 @@ def load_target(
     only_layers: load only these decoder layers, the embedding, the final norm and the head; None
         means the whole model. A partly loaded model cannot be run, and its weights are not
         quantised.
-    chat_template_kwargs: default values of chat template options, see `set_template_options`
+    chat_template_kwargs: default values of chat template options, see `write_template_defaults`
     quantization: "none", or "int8" for 8-bit weights and matmuls on a CPU (`infer.int8_cpu`)
 
     Raises FileNotFoundError if a file is missing. Raises ValueError for damaged files, for weights
@@ -276,13 +276,13 @@ def load_target(
     if only_layers is not None:
         # Quantised decoder layers cannot be loaded separately, so none is loaded.
         layers = () if is_quantized else only_layers
-        files = find_checkpoint_files(path, Path(download_model_folder(path)))
-        load_layer_weights(path, files, model, layers, torch_dtype, torch_device)
+        files = find_safetensors_files(path, Path(get_local_weights_folder(path)))
+        load_layers_embedding_and_head(path, files, model, layers, torch_dtype, torch_device)
         return Target(model, tokenizer, name=path)
     if shapes and not is_quantized:
         check_model_size(path, model, shapes)
     options["attn_implementation"] = model.config.get_text_config()._attn_implementation
-    with report_activity(f"loading {path}"):
+    with set_activity_within_block(f"loading {path}"):
         model = load_model(path, torch_device, config, options)
     target = Target(model, tokenizer, path)
     if is_quantized and not target.is_int8:
@@ -303,14 +303,14 @@ def read_weight_shapes(path: str, folder: Path) -> dict[str, Shape]:
     name. Return {} if the weights have another format. Raises ValueError if a weight file or
     generation_config.json is damaged, and FileNotFoundError if a weight file is missing."""
     check_generation_config(path, folder)
-    return read_tensor_shapes(path, find_checkpoint_files(path, folder))
+    return read_tensor_shapes(path, find_safetensors_files(path, folder))
 
 
 def read_local_shapes(path: str, config: PretrainedConfig) -> dict[str, Shape]:
     """Return the shape of every weight tensor of a model in a local folder, by tensor name. Return
     {} for a model on the hub. Raises ValueError or FileNotFoundError if weight files are damaged or
     missing, and ValueError if config.json has more layers than there are tensors."""
-    folder = Path(resolve_path(path))
+    folder = Path(resolve_hub_id_or_folder(path))
     shapes = read_weight_shapes(path, folder) if folder.is_dir() else {}
     num_layers = config.get_text_config().num_hidden_layers
     if shapes and num_layers > len(shapes):
@@ -404,7 +404,7 @@ def load_and_check_model(
     # the tensors.
     report: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
     with explain_load_errors(path, failure):
-        source = resolve_path(path)
+        source = resolve_hub_id_or_folder(path)
         result: Any = AutoModelForCausalLM.from_pretrained(source, **report, **options)
         model, info = result
         check_loading_info(path, model, info)

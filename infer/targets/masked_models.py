@@ -70,10 +70,10 @@ def read_model_config_dict(path: str) -> dict:
     or if config.json has no model_type."""
     from transformers import PretrainedConfig
 
-    from infer.targets.loading import explain_load_errors, resolve_path
+    from infer.targets.loading import explain_load_errors, resolve_hub_id_or_folder
 
     with explain_load_errors(path):
-        config, _ = PretrainedConfig.get_config_dict(resolve_path(path))
+        config, _ = PretrainedConfig.get_config_dict(resolve_hub_id_or_folder(path))
         if not config.get("model_type"):
             raise OSError(
                 f"{path} has no config.json, or its config.json has no model_type; give a model's "

@@ -17,7 +17,7 @@ from huggingface_hub import constants
 from safetensors import SafetensorError
 
 from infer.utils.files import write_json
-from infer.utils.progress import report_activity
+from infer.utils.progress import set_activity_within_block
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -31,7 +31,7 @@ MAX_CHECKSUM_BLOCKS = 256
 Source = TypeVar("Source")
 
 
-def cache_folder(name: str, source: str) -> Path:
+def derived_files_folder(name: str, source: str) -> Path:
     """Return the folder, inside the Hugging Face hub's cache, for files that are derived from a
     source file. The folder need not exist.
 
@@ -42,7 +42,7 @@ def cache_folder(name: str, source: str) -> Path:
     return Path(constants.HF_HOME) / "blockdraft" / f"{name}-{digest[:8]}"
 
 
-def create_cached_folder(
+def get_or_create_cached_folder(
     folder: Path,
     message: str,
     open_source: Callable[[], Source],
@@ -54,7 +54,7 @@ def create_cached_folder(
     deleted and created again if it is damaged, or if an early version of this program created it
     without a manifest.
 
-    folder: the folder, from `cache_folder`
+    folder: the folder, from `derived_files_folder`
     message: printed, and shown as progress, while the folder is created
     open_source: opens and checks the source file; called before `message` is printed, so that an
         exception for a damaged file is the only output
@@ -81,9 +81,9 @@ def create_cached_folder(
         for stale_folder in (folder, partial_folder):
             shutil.rmtree(stale_folder, ignore_errors=True)
         try:
-            with report_activity(message):
+            with set_activity_within_block(message):
                 write_folder(source, partial_folder)
-            manifest = {"files": compute_file_checksums(partial_folder)}
+            manifest = {"files": compute_file_sizes_and_checksums(partial_folder)}
             write_json(partial_folder / CACHE_MANIFEST_FILE, manifest)
             partial_folder.replace(folder)
         except OSError as error:
@@ -135,7 +135,7 @@ def compare_with_manifest(folder: Path, stamps: tuple[tuple[str, int, int], ...]
     try:
         manifest = json.loads((folder / CACHE_MANIFEST_FILE).read_text(encoding="utf-8"))
         expected = manifest["files"]
-        actual = compute_file_checksums(folder)
+        actual = compute_file_sizes_and_checksums(folder)
         for name in sorted({*expected, *actual}):
             if expected.get(name) != actual.get(name):
                 damaged_files.append(name)
@@ -146,15 +146,15 @@ def compare_with_manifest(folder: Path, stamps: tuple[tuple[str, int, int], ...]
     return None
 
 
-def compute_file_checksums(folder: Path) -> dict[str, list[int]]:
+def compute_file_sizes_and_checksums(folder: Path) -> dict[str, list[int]]:
     """Return [size, checksum] of every file in a folder except the manifest, by file name."""
     files = sorted(
         file for file in folder.iterdir() if file.is_file() and file.name != CACHE_MANIFEST_FILE
     )
-    return {file.name: [file.stat().st_size, file_checksum(file)] for file in files}
+    return {file.name: [file.stat().st_size, sampled_file_checksum(file)] for file in files}
 
 
-def file_checksum(file: Path) -> int:
+def sampled_file_checksum(file: Path) -> int:
     """Return the Adler-32 checksum of a file. It covers only evenly spaced blocks of a large
     file."""
     size = file.stat().st_size

@@ -45,9 +45,9 @@ class Predecessors:
     # node i or an ancestor of node i. Parents come before children.
     ancestors: torch.Tensor | None = None
     # Only for packed sequences: (B, num_positions) int64, each position's document number.
-    documents: torch.Tensor | None = None
+    document_ids: torch.Tensor | None = None
     # Only for chains: (B,) int64, number of positions without padding.
-    counts: torch.Tensor | None = None
+    chain_lengths: torch.Tensor | None = None
     # Cached results of `conv_input_indices`. Keys are kernel sizes.
     _conv_input_indices: dict[int, list[torch.Tensor]] = field(default_factory=dict)
 
@@ -73,7 +73,7 @@ class Predecessors:
         """
         previous = torch.arange(-1, width - 1, device=device)
         previous_rows = previous.expand(len(counts), -1)
-        return cls(previous_rows, counts=torch.tensor(counts, device=device))
+        return cls(previous_rows, chain_lengths=torch.tensor(counts, device=device))
 
     @classmethod
     def of_packed_sequences(cls, documents: torch.Tensor) -> "Predecessors":
@@ -86,7 +86,7 @@ class Predecessors:
         previous = previous.expand_as(documents)
         is_first = torch.ones_like(documents, dtype=torch.bool)
         is_first[:, 1:] = documents[:, 1:] != documents[:, :-1]
-        return cls(torch.where(is_first, NO_PREDECESSOR_INDEX, previous), documents=documents)
+        return cls(torch.where(is_first, NO_PREDECESSOR_INDEX, previous), document_ids=documents)
 
     @cached_property
     def segments(self) -> list[RecurrenceSegment]:
@@ -102,12 +102,12 @@ class Predecessors:
             ancestors = torch.ones(size, size, dtype=torch.bool, device=device).tril()
             ancestors = ancestors.expand(rows, 1, -1, -1)
             continues_state = None
-            if self.documents is not None:
-                documents = self.documents[:, start : start + size]
+            if self.document_ids is not None:
+                documents = self.document_ids[:, start : start + size]
                 same_document = documents[:, None, :, None] == documents[:, None, None, :]
                 ancestors = ancestors & same_document
                 if start:
-                    continues = self.documents[:, start - 1 : start] == documents
+                    continues = self.document_ids[:, start - 1 : start] == documents
                 else:
                     continues = torch.zeros_like(documents, dtype=torch.bool)
                 continues_state = continues[:, None, :, None]
@@ -120,10 +120,10 @@ class Predecessors:
     def valid_mask(self) -> torch.Tensor | None:
         """Return which new positions are not padding, (B, num_positions) bool. None means that
         there is no padding."""
-        if self.counts is None:
+        if self.chain_lengths is None:
             return None
-        positions = torch.arange(self.previous.shape[1], device=self.counts.device)
-        return positions < self.counts[:, None]
+        positions = torch.arange(self.previous.shape[1], device=self.chain_lengths.device)
+        return positions < self.chain_lengths[:, None]
 
     def conv_input_indices(self, kernel_size: int) -> list[torch.Tensor]:
         """Return the indices of the inputs that a causal convolution reads for each new position.

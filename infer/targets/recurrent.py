@@ -20,7 +20,7 @@ import torch
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
-from infer.attention.kv_cache import HeadShape, PackedLayerView, RecurrentCacheAdapter
+from infer.attention.kv_cache import HeadShape, PackedLayerView, RecurrentCacheStub
 from infer.targets.predecessors import Predecessors, RecurrenceSegment
 
 
@@ -107,7 +107,7 @@ def compute_recurrence_segment(
     return RecurrenceSegmentResult(outputs, keys, values, total_decay)
 
 
-def transpose_to_heads_first(states: torch.Tensor, heads: int) -> torch.Tensor:
+def transpose_and_repeat_heads(states: torch.Tensor, heads: int) -> torch.Tensor:
     """Transpose `states` (B, length, num_state_heads, ...) to (B, heads, length, ...), and convert
     it to float32. If num_state_heads is less than `heads`, each head is repeated; `heads` must be a
     multiple of num_state_heads."""
@@ -130,7 +130,7 @@ class CacheShapes:
     recurrence: dict[int, tuple[int, int, int]] = field(default_factory=dict)
 
     @property
-    def is_uniform_attention(self) -> bool:
+    def has_only_uniform_attention(self) -> bool:
         """Return whether every layer stores keys and values, all with the same number of heads and
         the same head size, and no layer stores a recurrent or convolution state."""
         head_shapes = {shape for pair in self.attention.values() for shape in pair}
@@ -180,7 +180,7 @@ class RecurrentStates:
         }
         return cls(conv_states, recurrent_states)
 
-    def reset_rows_from(self, first_row: int) -> "RecurrentStates":
+    def clear_and_take_rows_from(self, first_row: int) -> "RecurrentStates":
         """Set the states of all batch rows from `first_row` on to zero. Return the states of only
         these rows, which share memory with this object."""
 
@@ -274,8 +274,8 @@ class RecurrentStates:
         if predecessors.ancestors is not None:
             self.tree_conv_inputs[layer] = hidden_states
         elif layer in self.conv_states:
-            assert predecessors.counts is not None
-            self._store_conv_inputs(layer, line, predecessors.counts)
+            assert predecessors.chain_lengths is not None
+            self._store_conv_inputs(layer, line, predecessors.chain_lengths)
         if activation is not None:
             result = ACT2FN[activation](result)
         return result.to(hidden_states.dtype)
@@ -304,15 +304,15 @@ class RecurrentStates:
         position (B, num_heads, key_size, value_size).
         """
         heads = value.shape[2]
-        queries = transpose_to_heads_first(query, heads)
-        keys = transpose_to_heads_first(key, heads)
-        values = transpose_to_heads_first(value, heads)
+        queries = transpose_and_repeat_heads(query, heads)
+        keys = transpose_and_repeat_heads(key, heads)
+        values = transpose_and_repeat_heads(value, heads)
         if use_qk_l2norm_in_kernel:
             queries = queries * (queries.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
             keys = keys * (keys.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
         queries = queries * queries.shape[-1] ** -0.5
-        decay = transpose_to_heads_first(g if g.ndim == 4 else g[..., None], heads)
-        write_strength = transpose_to_heads_first(beta[..., None], heads)
+        decay = transpose_and_repeat_heads(g if g.ndim == 4 else g[..., None], heads)
+        write_strength = transpose_and_repeat_heads(beta[..., None], heads)
         outputs, state = self._run_recurrence(layer, queries, keys, values, decay, write_strength)
         return outputs.to(query.dtype), state
 
@@ -348,10 +348,10 @@ class RecurrentStates:
         if dt_softplus:
             dt = F.softplus(dt)
         dt = dt.clamp(*dt_limit).float()
-        values = transpose_to_heads_first(hidden_states.float() * dt[..., None], heads)
-        decay = transpose_to_heads_first((A.float() * dt)[..., None], heads)
-        queries = transpose_to_heads_first(C, heads)
-        keys = transpose_to_heads_first(B, heads)
+        values = transpose_and_repeat_heads(hidden_states.float() * dt[..., None], heads)
+        decay = transpose_and_repeat_heads((A.float() * dt)[..., None], heads)
+        queries = transpose_and_repeat_heads(C, heads)
+        keys = transpose_and_repeat_heads(B, heads)
         outputs, state = self._run_recurrence(layer, queries, keys, values, decay, None)
         if D is not None:
             outputs = outputs + D[:, None] * hidden_states.float()
@@ -411,7 +411,7 @@ class RecurrentStates:
         return torch.cat(outputs, 2).transpose(1, 2).contiguous(), state
 
 
-class UncachedPackedView(RecurrentCacheAdapter):
+class UncachedPackedView(RecurrentCacheStub):
     """The cache of a forward pass over packed sequences of training documents, used in place of a
     `CacheView`. It stores nothing. It only records the shapes of what a real cache would store."""
 

@@ -41,7 +41,7 @@ def get_names_in_forward(module_class: type[nn.Module]) -> frozenset[str]:
     return frozenset(code.co_names if code else ())
 
 
-def find_unsupported_recurrence(decoder: nn.Module) -> str | None:
+def find_unsupported_recurrent_class_name(decoder: nn.Module) -> str | None:
     """Return the class name of the first recurrent module in a decoder whose functions
     `make_patched_class` cannot replace; None if there is no such module."""
     for module in find_recurrent_modules(decoder):
@@ -63,7 +63,7 @@ def patch_recurrent_modules(decoder: nn.Module) -> bool:
     return bool(modules)
 
 
-class PatchedModule:
+class PatchedModuleMarker:
     """Marks the classes that `make_patched_class` creates, which inherit from this class."""
 
 
@@ -72,7 +72,7 @@ def make_patched_class(module_class: type[nn.Module]) -> type[nn.Module]:
     """Return a subclass of `module_class` with a changed forward method. If one of its arguments is
     a cache of this project, the method calls `RecurrentStates` in place of the functions in
     REPLACEMENTS_OF_RECURRENT_FUNCTIONS. A class that is already patched is returned unchanged."""
-    if issubclass(module_class, PatchedModule):
+    if issubclass(module_class, PatchedModuleMarker):
         return module_class
     original = cast(FunctionType, inspect.unwrap(module_class.forward))
     names = REPLACEMENTS_OF_RECURRENT_FUNCTIONS.keys() & get_names_in_forward(module_class)
@@ -103,4 +103,4 @@ def make_patched_class(module_class: type[nn.Module]) -> type[nn.Module]:
         return function(self, *args, **kwargs)
 
     namespace = {"forward": forward, "__module__": module_class.__module__}
-    return type(module_class.__name__, (PatchedModule, module_class), namespace)
+    return type(module_class.__name__, (PatchedModuleMarker, module_class), namespace)

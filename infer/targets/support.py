@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 import torch
 from torch import nn
 
-from infer.targets.recurrent_modules import find_unsupported_recurrence
+from infer.targets.recurrent_modules import find_unsupported_recurrent_class_name
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -36,7 +36,7 @@ SUPPORTED_RECURRENT_MODELS = {
 }
 # Features that our KV cache, attention masks or language model head do not support. Keys are keys
 # of config.json. Values describe the feature in error messages.
-UNSUPPORTED_CONFIG_KEYS = {
+UNSUPPORTED_FEATURE_BY_CONFIG_KEY = {
     "cross_attention_layers": "layers that attend to images",
     "use_bidirectional_attention": "layers that attend to later positions",
     "output_logit_soft_cap": "a scale of the logits that is not supported",
@@ -245,8 +245,8 @@ def refuse_unsupported(config: "PretrainedConfig") -> None:
         get_num_key_heads(text_config)
     except AttributeError:
         refuse("no attention heads")
-    for name in sorted(names & UNSUPPORTED_CONFIG_KEYS.keys()):
-        refuse(f"{UNSUPPORTED_CONFIG_KEYS[name]} ({name})")
+    for name in sorted(names & UNSUPPORTED_FEATURE_BY_CONFIG_KEY.keys()):
+        refuse(f"{UNSUPPORTED_FEATURE_BY_CONFIG_KEY[name]} ({name})")
 
 
 def find_decoder(model: "PreTrainedModel") -> nn.Module:
@@ -275,7 +275,7 @@ def refuse_unsupported_modules(model: "PreTrainedModel") -> None:
             f"this target ({config.model_type}) has no single list of decoder layers, so their "
             "hidden states cannot be read; use another target"
         )
-    class_name = find_unsupported_recurrence(decoder)
+    class_name = find_unsupported_recurrent_class_name(decoder)
     if class_name is not None:
         raise ValueError(
             f"this target ({config.model_type}) has recurrent layers of an unsupported form "

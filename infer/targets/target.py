@@ -176,7 +176,7 @@ class Target:
         `tokenizer_digest`), or None if the target has no tokenizer."""
         return None if self.tokenizer is None else tokenizer_digest(self.tokenizer)
 
-    def refresh_weights(self) -> int:
+    def drop_decoder_if_weights_changed(self) -> int:
         """If the model's weights have changed, drop our own decoder, which has copies of some
         weights. Return `weight_version`, the number of changes so far."""
         if self.weight_watcher.detect_changes():
@@ -379,7 +379,7 @@ class Target:
                     self.embed,
                     self.kernels,
                 )
-                if not self.cache_shapes.is_uniform_attention:
+                if not self.cache_shapes.has_only_uniform_attention:
                     raise UnsupportedLayer(
                         "layers whose keys and values have different sizes, which our decoder does "
                         "not support"
@@ -477,7 +477,7 @@ class Target:
         return Features(*padded_outputs)
 
 
-def supports_ragged(target: Target) -> bool:
+def supports_ragged_trees(target: Target) -> bool:
     """Return whether one forward pass of the target may verify draft trees with different numbers
     of nodes."""
     return target.kernel_decoder is not None and target.kernels.supports_ragged

@@ -40,7 +40,7 @@ class GrammarRule:
     # A function. Argument: the drafted tokens after the root. Returns a bool array of the shape
     # (vocabulary size,), which is true for the tokens that may come next.
     get_allowed_tokens: Callable[[list[int]], np.ndarray]
-    forced: list[int]  # tokens that must follow the root, one after the other
+    forced_tokens: list[int]  # tokens that must follow the root, one after the other
 
 
 def build_constrained_trees(
@@ -81,7 +81,7 @@ class RowDistributions:
         self.num_top_tokens = 4 * proposal.budget
         log_q = proposal.vocabulary.expand_to_full(proposal.marginals[row])
         self.log_q = log_q.float().cpu().numpy()  # (drafted positions, vocabulary size)
-        self.top_tokens = cache(self._find_top_tokens)
+        self.top_tokens = cache(self._find_top_tokens_and_probabilities)
 
         # (drafted positions, candidates): token ids of the conditional head's candidates
         self.candidates: np.ndarray | None = None
@@ -106,7 +106,7 @@ class RowDistributions:
         slot = len(path)
         allowed = allowed[: self.log_q.shape[1]]
 
-        candidates = self._candidates_after(path)
+        candidates = self._get_head_candidates_after(path)
         usable = allowed[candidates.tokens] & (candidates.log_q > -np.inf)
         if np.exp(candidates.log_q[usable]).sum() > MIN_ALLOWED_HEAD_CANDIDATES_PROBABILITY:
             return normalise_and_keep_top(
@@ -125,7 +125,7 @@ class RowDistributions:
         tokens = np.flatnonzero(allowed & (log_q > -np.inf))
         return normalise_and_keep_top(log_q[tokens], tokens, count)
 
-    def _candidates_after(self, path: list[int]) -> TokenScores:
+    def _get_head_candidates_after(self, path: list[int]) -> TokenScores:
         """Return the conditional head's candidates after a path, and their log-probabilities.
 
         No tokens are returned if there is no conditional head, or if the last token of the path is
@@ -142,7 +142,7 @@ class RowDistributions:
             return nothing
         return TokenScores(self.table[slot - 1, table_rows[0]], self.candidates[slot])
 
-    def _find_top_tokens(self, slot: int) -> tuple[np.ndarray, np.ndarray]:
+    def _find_top_tokens_and_probabilities(self, slot: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the likeliest tokens of a drafted position, and the probabilities of all tokens.
 
         slot: index of the drafted position
@@ -261,7 +261,7 @@ def search_constrained(
     Fewer nodes are returned if the grammar allows fewer. A node with an EOS token has no children.
     """
     search = ConstrainedSearch(proposal, row, budget, rule, branches)
-    for token in rule.forced[: min(search.max_depth, budget)]:
+    for token in rule.forced_tokens[: min(search.max_depth, budget)]:
         parent = search.newest_node
         if branches:
             search.expand_newest_node(0.0, excluded_token=token)

@@ -12,11 +12,11 @@ the candidates (the likeliest tokens) of a position.
 import numpy as np
 import torch
 
-from infer.kernels.cpu_search import find_next_best
+from infer.kernels.cpu_search import find_next_best_child
 from infer.kernels.reference_search import replace_nan_log_probs
 from infer.ngrams.model import compute_next_token_probabilities, find_suffix_nodes
 from infer.ngrams.rescoring import FORBIDDEN_TOKEN_LOG_PROBABILITY
-from infer.trees.guided import NGRAM_CANDIDATES_PER_POSITION, get_contexts
+from infer.trees.guided import DRAFTER_CANDIDATES_WITH_NGRAMS, get_contexts
 from infer.trees.tree import DraftNodes, DraftTree, Proposal, add_roots
 from infer.utils.jit import njit
 
@@ -37,7 +37,7 @@ DART_END_TOKEN_SCORE_PENALTY = 1e6
 def build_continuity_tree(proposal: Proposal) -> DraftTree:
     """Build the draft trees of DART algorithm 1.
 
-    The beam search visits prefixes of the NGRAM_CANDIDATES_PER_POSITION likeliest tokens of each
+    The beam search visits prefixes of the DRAFTER_CANDIDATES_WITH_NGRAMS likeliest tokens of each
     position. A tree consists of the visited prefixes with the highest scores, up to the node
     budget, in descending order of score. The `log_probs` of the tree are the log-probabilities
     under the drafter alone.
@@ -46,7 +46,7 @@ def build_continuity_tree(proposal: Proposal) -> DraftTree:
     that ends with an EOS token is extended only if too few other prefixes are left.
     """
     assert proposal.marginals is not None and proposal.ngram is not None
-    count = min(NGRAM_CANDIDATES_PER_POSITION, proposal.marginals.shape[-1])
+    count = min(DRAFTER_CANDIDATES_WITH_NGRAMS, proposal.marginals.shape[-1])
     top_log_q, columns = proposal.marginals.topk(count, dim=-1)
     tokens, token_order = proposal.vocabulary.columns_to_ids(columns).cpu().sort(-1)
     log_q = (
@@ -165,7 +165,7 @@ def search_beam(trie, tokens, log_q, drafter_scores, is_end, context, suffixes, 
         best = np.int64(-1)
         num_active = min(width, size - level_start)
         for b in range(num_active):
-            best = find_next_best(
+            best = find_next_best_child(
                 0.0, extension_scores[: size - level_start], best_score, best, False
             )
             best_score = extension_scores[best]

@@ -13,13 +13,13 @@ from infer.kernels.reference_search import count_tree_nodes, stack_log_prob_tabl
 from infer.ngrams.rescoring import (
     MAX_NGRAM_CANDIDATES_ADDED_PER_NODE,
     MAX_NGRAM_PATH_SUFFIX_TOKENS,
-    NGramRescorer,
+    NGramSearchBuffers,
 )
 from infer.trees.ddtree import MarginalConditionals
 from infer.trees.tree import Conditionals, DraftNodes, DraftTree, Proposal, add_roots
 
 # At each position, this many of the drafter's likeliest tokens are considered (DART appendix D).
-NGRAM_CANDIDATES_PER_POSITION = 25
+DRAFTER_CANDIDATES_WITH_NGRAMS = 25
 
 
 def build_guided_ddtree(proposal: Proposal) -> DraftTree:
@@ -36,14 +36,14 @@ def build_guided_ddtree(proposal: Proposal) -> DraftTree:
     if conditionals is None or conditionals.recurrent:
         assert proposal.marginals is not None
         conditionals = MarginalConditionals(
-            proposal.marginals, NGRAM_CANDIDATES_PER_POSITION, proposal.vocabulary
+            proposal.marginals, DRAFTER_CANDIDATES_WITH_NGRAMS, proposal.vocabulary
         )
     rows, length, num_candidates = conditionals.tokens.shape
     num_nodes = count_tree_nodes(length, num_candidates, proposal.budget)
     nodes = torch.empty(rows, 3, num_nodes, dtype=torch.long)  # axis 1: token, parent, depth
     scores = torch.empty(rows, num_nodes, dtype=torch.float64)
 
-    guides = make_ngram_rescorers(proposal, conditionals, num_nodes)
+    guides = make_ngram_search_buffers(proposal, conditionals, num_nodes)
     for guide, row_nodes, row_scores in zip(guides, nodes.numpy(), scores.numpy(), strict=True):
         # When the search adds a node to the tree, it fills one row of `log_q` and one row of
         # `tokens` with the children of the node.
@@ -53,9 +53,9 @@ def build_guided_ddtree(proposal: Proposal) -> DraftTree:
     return add_roots(proposal.bonus_tokens, DraftNodes(*nodes.unbind(1), scores.float()), length)
 
 
-def make_ngram_rescorers(
+def make_ngram_search_buffers(
     proposal: Proposal, conditionals: MarginalConditionals | Conditionals, num_nodes: int
-) -> list[NGramRescorer]:
+) -> list[NGramSearchBuffers]:
     """Return the inputs of the tree search for each batch row.
 
     They are the candidates with their log-probabilities, the n-gram model, and scratch arrays for
@@ -82,7 +82,7 @@ def make_ngram_rescorers(
 
     num_candidates = conditionals.tokens.shape[2] + MAX_NGRAM_CANDIDATES_ADDED_PER_NODE
     max_suffixes = max(ngram.order - 1, 1)
-    vocab_size = vocabulary.size or marginals.shape[-1]
+    vocab_size = vocabulary.target_vocab_size or marginals.shape[-1]
     candidates_before = conditionals.candidate_log_probs[1].shape[2]
     guides = []
     for context, row_tokens, row_indices, row_table, row_unlisted in zip(
@@ -93,7 +93,7 @@ def make_ngram_rescorers(
         unlisted_log_q.numpy(),
         strict=True,
     ):
-        guide = NGramRescorer(
+        guide = NGramSearchBuffers(
             ngram.trie,
             ngram.num_tokens,
             float(proposal.ngram_weight),

@@ -54,7 +54,7 @@ _TREE_METHOD_ROWS = (
     TreeMethod(
         "plain",
         "plain",
-        "infer.trees.tree:build_undrafted_trees",
+        "infer.trees.tree:build_root_only_trees",
         needs_drafter=False,
         max_nodes_for_block=lambda block_size: 0,
     ),
@@ -101,12 +101,12 @@ TREE_METHODS = {
 }
 # An additional method that evaluations measure: "ddtree+ngrams", with prompt lookup instead of a
 # drafter.
-NGRAMS_WITHOUT_DRAFTER_METHOD = TreeMethod(
+NGRAMS_ALONE_TREE_METHOD = TreeMethod(
     "n-grams alone", "n-grams alone", "", "#56b4e9", needs_ngrams=True
 )
 
 
-def require_method(name: str) -> None:
+def require_method_installed(name: str) -> None:
     """Raise ValueError if the module of the tree method `name` is not installed."""
     for row in _TREE_METHOD_ROWS:
         if row.name == name:

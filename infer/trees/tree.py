@@ -156,14 +156,15 @@ class DraftTree:
             self.max_depth,
         )
 
-    def keep_likeliest(self, nodes_per_row: int) -> "DraftTree":
+    def keep_likeliest(self, mean_nodes_per_row: int) -> "DraftTree":
         """Return trees of the likeliest drafted nodes, chosen from all batch rows together.
 
-        On average, a batch row keeps `nodes_per_row` drafted nodes. Batch rows where the drafter is
-        confident keep more nodes. The nodes of each batch row must be sorted by probability.
+        On average, a batch row keeps `mean_nodes_per_row` drafted nodes. Batch rows where the
+        drafter is confident keep more nodes. The nodes of each batch row must be sorted by
+        probability.
         """
         rows, nodes = self.log_probs[:, 1:].shape
-        likeliest = self.log_probs[:, 1:].flatten().topk(rows * nodes_per_row).indices
+        likeliest = self.log_probs[:, 1:].flatten().topk(rows * mean_nodes_per_row).indices
         row_of_node = likeliest // nodes
         counts = 1 + row_of_node.bincount(minlength=rows)
 
@@ -190,7 +191,7 @@ def add_roots(bonus: torch.Tensor, nodes: DraftNodes, max_depth: int) -> DraftTr
     )
 
 
-def build_undrafted_trees(proposal: Proposal) -> DraftTree:
+def build_root_only_trees(proposal: Proposal) -> DraftTree:
     """Return trees with only a root. A round with such trees is a step of baseline decoding."""
     return make_root_trees(proposal.bonus_tokens)
 

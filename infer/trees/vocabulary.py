@@ -16,7 +16,7 @@ class DraftVocabulary(NamedTuple):
     # (columns,) int64: the token id of each column of the drafter's scores. None if the drafter
     # scores the whole vocabulary, so that columns are token ids.
     tokens: torch.Tensor | None = None
-    size: int = 0  # the target's vocabulary size; not used if `tokens` is None
+    target_vocab_size: int = 0  # the target's vocabulary size; not used if `tokens` is None
 
     def columns_to_ids(self, columns: torch.Tensor) -> torch.Tensor:
         """Convert columns of the drafter's scores to token ids, (...) int64."""
@@ -31,7 +31,7 @@ class DraftVocabulary(NamedTuple):
         """
         if self.tokens is None:
             return ids
-        column_of_id = torch.full((self.size,), -1, device=ids.device)
+        column_of_id = torch.full((self.target_vocab_size,), -1, device=ids.device)
         column_of_id[self.tokens] = torch.arange(len(self.tokens), device=ids.device)
         return column_of_id[ids]
 
@@ -60,7 +60,7 @@ class DraftVocabulary(NamedTuple):
             return scores
         if other_scores is None:
             other_scores = torch.full_like(scores[..., :1], -torch.inf)
-        full_scores = other_scores.expand(*scores.shape[:-1], self.size).contiguous()
+        full_scores = other_scores.expand(*scores.shape[:-1], self.target_vocab_size).contiguous()
         return full_scores.index_copy_(-1, self.tokens, scores)
 
 

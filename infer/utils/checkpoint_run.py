@@ -5,8 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from infer.utils.files import read_limited_text
-from infer.utils.renamed_options import translate_saved_config
+from infer.utils.files import read_small_regular_file
+from infer.utils.renamed_options import rename_old_options
 
 # Options that are copied from the training run that saved a checkpoint. Keys are sections of
 # options, values are the names of the copied options. The device is not copied, because this
@@ -70,8 +70,8 @@ def read_run_config(checkpoint: str) -> dict:
         return {}
     for folder in (path, *path.parents[:3]):
         if (folder / "checkpoints").is_dir() and (folder / "config.json").is_file():
-            text = read_limited_text(folder / "config.json", MAX_RUN_CONFIG_BYTES)
+            text = read_small_regular_file(folder / "config.json", MAX_RUN_CONFIG_BYTES)
             # Escape expressions such as ${oc.env:HOME}, so that OmegaConf does not resolve them:
             # the file may come from someone else.
-            return translate_saved_config(json.loads(text.replace("${", r"\\${")))
+            return rename_old_options(json.loads(text.replace("${", r"\\${")))
     return {}

@@ -62,7 +62,7 @@ def require_one_of(options: object, prefix: str = "", **choices: Iterable[object
             )
 
 
-def require_temperature(options: Any, prefix: str = "") -> None:
+def require_valid_temperature(options: Any, prefix: str = "") -> None:
     """Raise ValueError unless the option `temperature` is 0, or finite and at least
     MIN_TEMPERATURE.
 

@@ -72,7 +72,7 @@ def report_errors_and_exit() -> Generator[None]:
     | --- | --- | --- |
     | ValueError, FileNotFoundError, a Python module that is not installed | a sentence | 2 |
     | RunAborted, OSError, SafetensorError | a sentence | 3 |
-    | KeyboardInterrupt (see `explain_interrupt`) | a sentence | 130 |
+    | KeyboardInterrupt (see `set_interrupt_message`) | a sentence | 130 |
     | any other exception | a traceback without secrets | 1 |
     """
     try:
@@ -95,7 +95,7 @@ def report_errors_and_exit() -> Generator[None]:
 
 
 @contextmanager
-def explain_interrupt(explanation: str) -> Generator[None]:
+def set_interrupt_message(explanation: str) -> Generator[None]:
     """Set the message of the KeyboardInterrupt if Ctrl-C is pressed within the block. `explanation`
     tells the user what was saved and how to continue."""
     try:

@@ -76,7 +76,7 @@ def write_json(path: Path, value: object) -> None:
     atomic_write(path, json.dumps(redact(value), indent=1) + "\n")
 
 
-def save_shared_safetensors(
+def save_world_readable_safetensors(
     tensors: "dict[str, torch.Tensor]", file: Path, metadata: dict[str, str] | None = None
 ) -> None:
     """Write tensors to a safetensors file that all users of the machine may read.
@@ -93,11 +93,11 @@ def save_shared_safetensors(
     file.chmod(SHARED_FILE_MODE)
 
 
-class UnreadableFileError(ValueError):
+class RefusedFileError(ValueError):
     """Raised if a path is not a regular file, or the file is larger than allowed."""
 
 
-def read_limited_text(path: Path, max_bytes: int) -> str:
+def read_small_regular_file(path: Path, max_bytes: int) -> str:
     """Return the text of a regular file of at most `max_bytes` bytes.
 
     Devices and pipes are never opened: a device may have no end, and a pipe may block until another
@@ -106,9 +106,9 @@ def read_limited_text(path: Path, max_bytes: int) -> str:
     """
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
-        raise UnreadableFileError(f"{path.name} is a device, pipe or folder; give a regular file")
+        raise RefusedFileError(f"{path.name} is a device, pipe or folder; give a regular file")
     if status.st_size > max_bytes:
-        raise UnreadableFileError(
+        raise RefusedFileError(
             f"{path.name} has {status.st_size} bytes, but at most {max_bytes} bytes are allowed"
         )
     return path.read_text(encoding="utf-8")

@@ -22,21 +22,21 @@ from infer.utils.hub import go_offline_if_hub_is_unreachable
 from infer.utils.interrupts import INTERRUPT_WATCHER
 from infer.utils.options import (
     check_numbers,
-    expand_short_arguments,
+    extract_prompt_argument,
     iterate_leaf_values,
+    normalise_overrides,
     print_help,
-    resolve_text_options,
-    split_prompt_argument,
+    read_text_or_file_options,
 )
 from infer.utils.progress import HEARTBEAT
-from infer.utils.renamed_options import describe_renamed_option
+from infer.utils.renamed_options import explain_renamed_option_error
 
 CONFIG_FOLDER = Path(__file__).resolve().parent.parent.parent / "conf"
 HYDRA_VERSION_BASE = "1.3"
 HELP_FLAGS = {"--help", "-h"}
 # A group with one of these values was not chosen by the user: None means no value, and "embedded"
 # is the default of the groups target and data.
-DEFAULT_HYDRA_GROUP_CHOICES = (None, "embedded")
+UNCHOSEN_HYDRA_GROUP_VALUES = (None, "embedded")
 # After this number of new objects, Python runs a garbage collection. With Python's default of 700,
 # a command spends a tenth of its start-up time in collections that free nothing.
 GC_THRESHOLD_OBJECTS = 10_000
@@ -106,7 +106,7 @@ def run_command(
         arguments = sys.argv[1:]
     prompt = None
     if hasattr(options_class, "prompt"):
-        arguments, prompt = split_prompt_argument(arguments)
+        arguments, prompt = extract_prompt_argument(arguments)
     job = HydraJob(options_class, function, prompt, command_line)
     register_options(options_class)
     with report_errors_and_exit(), translate_hydra_errors():
@@ -116,7 +116,7 @@ def run_command(
             print_command_help(config_name, options_class, overrides)
             return
         try:
-            sys.argv = [command_line[0], *expand_short_arguments(arguments)]
+            sys.argv = [command_line[0], *normalise_overrides(arguments)]
             decorator = hydra.main(
                 version_base=HYDRA_VERSION_BASE,
                 config_path=str(CONFIG_FOLDER),
@@ -157,7 +157,7 @@ def translate_hydra_errors() -> Generator[None]:
         if wants_traceback:
             raise
         message = f"{error}\n{error.__cause__ or ''}".strip()
-        raise ValueError(describe_renamed_option(message) or message) from error
+        raise ValueError(explain_renamed_option_error(message) or message) from error
     # OmegaConf raises AttributeError for a dictionary where it expects null.
     except AttributeError as error:
         raise ValueError(
@@ -168,7 +168,7 @@ def translate_hydra_errors() -> Generator[None]:
             del os.environ["HYDRA_FULL_ERROR"]
 
 
-def compose_options(config_name: str, options_class: type, arguments: Iterable[str]) -> Any:
+def compose_checked_options(config_name: str, options_class: type, arguments: Iterable[str]) -> Any:
     """Build the checked options of a command from command-line arguments, without running the
     command.
 
@@ -199,7 +199,7 @@ def compose_config(config_name: str, options_class: type, overrides: Iterable[st
         translate_hydra_errors(),
     ):
         return hydra.compose(
-            config_name, overrides=expand_short_arguments(overrides), return_hydra_config=True
+            config_name, overrides=normalise_overrides(overrides), return_hydra_config=True
         )
 
 
@@ -227,11 +227,11 @@ def build_checked_options(
         merged = OmegaConf.merge(merged, run_options)
         options: Any = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
-        message = describe_renamed_option(str(error)) or " ".join(str(error).split())
+        message = explain_renamed_option_error(str(error)) or " ".join(str(error).split())
         raise ValueError(message) from error
     if prompt is not None:
         options.prompt = prompt
-    resolve_text_options(options)
+    read_text_or_file_options(options)
     check_numbers(options)
     options.check()
     return options
@@ -247,7 +247,7 @@ def find_chosen_keys(hydra_config: Any) -> set[str]:
     for override in hydra_config.overrides.task:
         keys.add(re.sub(r"^\+*|=.*$", "", override, flags=re.DOTALL))
     for group, choice in hydra_config.runtime.choices.items():
-        if choice not in DEFAULT_HYDRA_GROUP_CHOICES:
+        if choice not in UNCHOSEN_HYDRA_GROUP_VALUES:
             keys.add(group)
     return keys
 

@@ -7,7 +7,7 @@ PACKAGE_NAME = "blockdraft"
 SOURCE_ROOT = Path(__file__).resolve().parent.parent.parent
 # The extras (groups of optional dependencies) of pyproject.toml. Keys are names of extras. Values
 # are the modules that an extra installs, with the names that Python code imports.
-EXTRA_MODULES = {
+MODULES_BY_EXTRA = {
     "train": ("datasets", "deepspeed", "wandb"),
     "serve": ("fastapi", "httpx", "llguidance", "prometheus_client", "uvicorn"),
     "gguf": ("accelerate", "gguf"),
@@ -34,7 +34,7 @@ def describe_missing_module(module: str) -> str:
     If one of this package's extras (optional dependencies) installs the module, the message
     contains the pip command for this extra.
     """
-    extras = (extra for extra, modules in EXTRA_MODULES.items() if module in modules)
+    extras = (extra for extra, modules in MODULES_BY_EXTRA.items() if module in modules)
     extra = next(extras, None)
     if extra is None:
         return f"this command needs the Python module {module}, which is not installed; install it"

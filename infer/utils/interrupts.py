@@ -18,7 +18,7 @@ INTERRUPT_GRACE_SECONDS = 1.5
 def exit_after_interrupt(error: KeyboardInterrupt) -> NoReturn:
     """Print one sentence and end the process after Ctrl-C.
 
-    error: its message tells the user what was saved (`explain_interrupt`)
+    error: its message tells the user what was saved (`set_interrupt_message`)
 
     The process does not wait for its other threads, because a request in one of them may take
     minutes.

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from infer.utils.checks import TEXT_OR_FILE_METADATA_KEY
-from infer.utils.files import read_limited_text
+from infer.utils.files import read_small_regular_file
 
 # Numbers up to this bound fit into 64-bit integers, also after small additions.
 NUMERIC_OPTION_ABSOLUTE_VALUE_BOUND = 2**62
@@ -85,7 +85,7 @@ def check_numbers(options: Any) -> None:
             raise ValueError(f"{key}={value}: must be a finite number between -2**62 and 2**62")
 
 
-def split_prompt_argument(arguments: list[str]) -> tuple[list[str], str | None]:
+def extract_prompt_argument(arguments: list[str]) -> tuple[list[str], str | None]:
     """Remove `--prompt TEXT` from the command-line arguments.
 
     Returns the other arguments, and TEXT, or None if there is no `--prompt`. TEXT is not passed to
@@ -97,7 +97,7 @@ def split_prompt_argument(arguments: list[str]) -> tuple[list[str], str | None]:
     return arguments[:index] + arguments[index + 2 :], arguments[index + 1]
 
 
-def expand_short_arguments(arguments: Iterable[str]) -> list[str]:
+def normalise_overrides(arguments: Iterable[str]) -> list[str]:
     """Rewrite short forms of command-line arguments to forms that Hydra understands.
 
     target=/path/to/model becomes target.path=/path/to/model. The "+" in front of a preset, as in
@@ -114,7 +114,7 @@ def expand_short_arguments(arguments: Iterable[str]) -> list[str]:
     return rewritten
 
 
-def resolve_text_options(options: Any) -> None:
+def read_text_or_file_options(options: Any) -> None:
     """Replace values "@FILE" by the content of the file, in place. This applies to options whose
     dataclass field is marked with TEXT_OR_FILE_METADATA_KEY.
 
@@ -123,14 +123,16 @@ def resolve_text_options(options: Any) -> None:
     for field in fields(options):
         value = getattr(options, field.name)
         if is_dataclass(value):
-            resolve_text_options(value)
+            read_text_or_file_options(value)
         elif TEXT_OR_FILE_METADATA_KEY in field.metadata and isinstance(value, list):
-            setattr(options, field.name, [resolve_text_option(field.name, text) for text in value])
+            setattr(
+                options, field.name, [read_text_or_file_option(field.name, text) for text in value]
+            )
         elif TEXT_OR_FILE_METADATA_KEY in field.metadata and value is not None:
-            setattr(options, field.name, resolve_text_option(field.name, value))
+            setattr(options, field.name, read_text_or_file_option(field.name, value))
 
 
-def resolve_text_option(key: str, text: str) -> str:
+def read_text_or_file_option(key: str, text: str) -> str:
     """Return the text for an option's value, which is read from a file or from standard input if
     the value says so.
 
@@ -152,7 +154,7 @@ def resolve_text_option(key: str, text: str) -> str:
     if not text.startswith("@") or "\n" in text:
         return text
     try:
-        return read_limited_text(Path(text[1:]).expanduser(), MAX_OPTION_TEXT_FILE_BYTES)
+        return read_small_regular_file(Path(text[1:]).expanduser(), MAX_OPTION_TEXT_FILE_BYTES)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{key}={text}: the file could not be read ({error}); if you mean the text {text} and "

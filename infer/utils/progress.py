@@ -32,7 +32,7 @@ def format_duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02} min"
 
 
-class Heartbeat(threading.Thread):
+class ActivityReporter(threading.Thread):
     """A thread that prints what the command is doing while the command itself prints nothing.
 
     The first line comes after SECONDS_TO_FIRST_PROGRESS_LINE without output, and later lines after
@@ -89,11 +89,11 @@ class Heartbeat(threading.Thread):
         print(line, file=sys.stderr, flush=True)
 
 
-HEARTBEAT = Heartbeat()
+HEARTBEAT = ActivityReporter()
 
 
 @contextmanager
-def report_activity(activity: str) -> Generator[None]:
+def set_activity_within_block(activity: str) -> Generator[None]:
     """Set `activity` within the block as the text that the heartbeat prints when the command prints
     nothing. Restore the previous text after the block."""
     previous_activity = HEARTBEAT.activity
@@ -182,7 +182,7 @@ class Progress:
             return
         self.last_line_time = now
         HEARTBEAT.has_printed = True
-        details = self.describe_rate(count, total, now - self.start_time)
+        details = self.describe_rate_and_remaining_time(count, total, now - self.start_time)
         if note:
             details.append(note)
         line = ", ".join([status, *details])
@@ -190,7 +190,9 @@ class Progress:
             line = line[: get_terminal_size().columns - 1]
         self.print_line(line, end="" if is_terminal and not finished else "\n")
 
-    def describe_rate(self, count: int, total: int | None, seconds: float) -> list[str]:
+    def describe_rate_and_remaining_time(
+        self, count: int, total: int | None, seconds: float
+    ) -> list[str]:
         """Return texts such as ["2.5 a second", "3 min left"] about the rate and the remaining
         time. Return an empty list if nothing has been done yet.
 
@@ -218,7 +220,7 @@ class Progress:
         print(prefix + text, end=end, file=self.stream, flush=True)
         self.has_open_line = end == ""
 
-    def close(self) -> None:
+    def end_open_line(self) -> None:
         """Print a line break if a progress line is shown, so that later output starts on a new
         line."""
         if self.has_open_line:

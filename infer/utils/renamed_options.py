@@ -62,7 +62,7 @@ RENAMED_OPTIONS = {
 }
 
 
-def describe_renamed_option(message: str) -> str | None:
+def explain_renamed_option_error(message: str) -> str | None:
     """Return a sentence with the new name of an option if an error message of OmegaConf is about
     its old name. Return None for all other messages.
 
@@ -74,16 +74,16 @@ def describe_renamed_option(message: str) -> str | None:
     return f"{full_key[1]} has been renamed; use {RENAMED_OPTIONS[full_key[1]]}"
 
 
-def translate_saved_config(config: dict[str, Any]) -> dict[str, Any]:
+def rename_old_options(config: dict[str, Any]) -> dict[str, Any]:
     """Replace old option names by new ones in the saved configuration of a run. Return the new
     configuration.
 
     config: nested dictionaries, as in the run's config.json
     """
-    return translate_section(config, "")
+    return rename_old_options_in_section(config, "")
 
 
-def translate_section(section: dict[str, Any], prefix: str) -> dict[str, Any]:
+def rename_old_options_in_section(section: dict[str, Any], prefix: str) -> dict[str, Any]:
     """Replace old option names by new ones in one section of a saved configuration. Return the new
     section.
 
@@ -93,6 +93,6 @@ def translate_section(section: dict[str, Any], prefix: str) -> dict[str, Any]:
     for name, value in section.items():
         new_name = RENAMED_OPTIONS.get(prefix + name, prefix + name).removeprefix(prefix)
         if isinstance(value, dict):
-            value = translate_section(value, f"{prefix}{name}.")
+            value = rename_old_options_in_section(value, f"{prefix}{name}.")
         translated[new_name] = value
     return translated

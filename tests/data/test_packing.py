@@ -24,7 +24,7 @@ from data.rows import (
     DATA_CACHE_FORMAT_VERSION,
     DataConfig,
     MixtureDataset,
-    compute_dataset_digest,
+    digest_data_options_and_file_stats,
     read_held_out_examples,
 )
 from infer.targets.target import tokenizer_digest
@@ -170,16 +170,16 @@ def test_a_change_of_the_packed_sequences_raises_the_format_version(tokenizer, t
 def test_the_source_digest_depends_on_what_determines_the_examples(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "word"}])
     config = DataConfig(source="jsonl", path=path)
-    digest = compute_dataset_digest(config)
+    digest = digest_data_options_and_file_stats(config)
     # These options concern packed sequences and the check of the counts only.
-    assert compute_dataset_digest(replace(config, length=64)) == digest
-    assert compute_dataset_digest(replace(config, max_invalid_fraction=0.3)) == digest
+    assert digest_data_options_and_file_stats(replace(config, length=64)) == digest
+    assert digest_data_options_and_file_stats(replace(config, max_invalid_fraction=0.3)) == digest
     for other in (
         replace(config, max_examples=3),
         DataConfig("hub", "owner/name"),
         DataConfig("stdlib"),
     ):
-        assert compute_dataset_digest(other) != digest
+        assert digest_data_options_and_file_stats(other) != digest
 
 
 def test_an_unreadable_file_is_named(tokenizer, tmp_path):

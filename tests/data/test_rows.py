@@ -119,9 +119,9 @@ def test_layouts_become_one_form(name):
 
 def test_questions_need_no_answer():
     record = {"messages": chat_messages("Hi", "Hello")}
-    example = normalise_example(record, with_answer=False)
+    example = normalise_example(record, ends_with_answer=False)
     assert example["chat"]["messages"] == chat_messages("Hi")
-    assert normalise_example({"prompt": "a"}, with_answer=False) == text_example("a", "")
+    assert normalise_example({"prompt": "a"}, ends_with_answer=False) == text_example("a", "")
     with pytest.raises(ExcludedExample, match="no answer"):
         normalise_example({"prompt": "a"})
 
@@ -273,7 +273,7 @@ def test_a_damaged_file_of_a_folder_is_named(tmp_path, damage):
 
 def test_an_overlong_line_is_never_in_memory_as_a_whole(tmp_path, monkeypatch):
     monkeypatch.setattr("data.rows.MAX_JSONL_LINE_CHARACTERS", 1000)
-    monkeypatch.setattr("data.rows.MAX_EXAMPLE_FILE_BYTES", 1000)
+    monkeypatch.setattr("data.rows.MAX_TEXT_FILE_BYTES", 1000)
     file = write_jsonl(tmp_path / "a.jsonl", [{"text": "x" * 1500}, {"text": "fine"}])
     assert [
         row["text"] for row in read_examples(DataConfig(path=file, max_invalid_fraction=1))
@@ -366,7 +366,7 @@ def test_outside_prompts_are_chats_if_the_data_are(tokenizer, tmp_path):
     ):
         config = DataConfig(source="jsonl", path=write_jsonl(tmp_path / "rows.jsonl", [record]))
         *_, outside = select_evaluation_prompts(config, tokenizer, 2, 40, 1)
-        question = {"role": "user", "content": outside.request_text}
+        question = {"role": "user", "content": outside.text_with_same_tokens}
         encoded = tokenizer.apply_chat_template(
             [question], add_generation_prompt=True, return_dict=True
         )

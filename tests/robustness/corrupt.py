@@ -143,7 +143,7 @@ def prepare_checkpoint(folder: Path) -> Reader:
     shutil.rmtree(folder / "run")
 
     def read(folder: Path) -> object:
-        if problem := state.describe_damage(folder):
+        if problem := state.describe_checkpoint_damage(folder):
             raise ValueError(f"{folder}: {problem}")
         return {
             "state": state.load_training_state(folder),

@@ -79,12 +79,12 @@ class ReferenceRun:
 
 
 def fill_disk(reference: ReferenceRun) -> None:
-    from train.run.checkpoints import find_newest_checkpoint
+    from train.run.checkpoints import find_newest_resumable_folder
 
     small = reference.path / "small"
     mount_tmpfs(small, 7)  # one checkpoint has 4.3 MB
     errors = finish_run(start_run(small), 3)
-    folder, skipped = find_newest_checkpoint(small / "run")
+    folder, skipped = find_newest_resumable_folder(small / "run")
     hidden = list((small / "run" / "checkpoints").glob(".*"))
     assert folder.name == "step-00000012" and not skipped and not hidden, (folder, skipped, hidden)
     subprocess.run(["mount", "-o", "remount,size=64m", str(small)], check=True)

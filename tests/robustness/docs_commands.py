@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data.suites import QUESTION_SUITES
-from infer.main import COMMANDS
+from infer.main import INSTALLED_COMMANDS
 from infer.utils.hydra_app import run_command
 
 DOCS_REPOSITORY = Path(__file__).resolve().parent.parent.parent
@@ -86,7 +86,11 @@ class DocumentedCommand:
     def name(self) -> str:
         """The command's name; "train" if none is given."""
         rest = self.arguments_with_name
-        return rest[0] if rest and (rest[0] in COMMANDS or rest[0] in ("help", "test")) else "train"
+        return (
+            rest[0]
+            if rest and (rest[0] in INSTALLED_COMMANDS or rest[0] in ("help", "test"))
+            else "train"
+        )
 
     @property
     def arguments_with_name(self) -> list[str]:
@@ -147,7 +151,7 @@ def compose_command(documented: DocumentedCommand) -> str | None:
         for argument in documented.arguments
         if not argument.startswith(("hydra/launcher", "hydra.launcher"))
     ]
-    command = COMMANDS[documented.name]
+    command = INSTALLED_COMMANDS[documented.name]
     printed = io.StringIO()
     try:
         with redirect_stdout(printed), redirect_stderr(printed):
@@ -166,7 +170,7 @@ def make_user_files(folder: Path) -> None:
         "features/mine/manifest.json",
         "answers.jsonl",
         *(
-            f"suites/{question_set.local_file_name}.jsonl"
+            f"suites/{question_set.local_file_stem}.jsonl"
             for suite in QUESTION_SUITES.values()
             for question_set in suite
         ),

@@ -25,11 +25,13 @@ from collections import Counter
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import Field, asdict, fields, is_dataclass
 
-from infer.main import COMMANDS
+from infer.main import INSTALLED_COMMANDS
 from infer.utils.hydra_app import CONFIG_FOLDER, run_command
 from infer.utils.options import iterate_leaf_values
 
-OPTION_CLASSES = {name: command.import_options_class() for name, command in COMMANDS.items()}
+OPTION_CLASSES = {
+    name: command.import_options_class() for name, command in INSTALLED_COMMANDS.items()
+}
 CONFIG_GROUPS = [
     "target",
     "drafter",

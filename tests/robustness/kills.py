@@ -35,7 +35,7 @@ import torch
 import train.loop as loop
 from infer.evaluation.evaluate import describe_device
 from infer.evaluation.results import Evaluation, read_result
-from infer.utils.hydra_app import compose_options as composed
+from infer.utils.hydra_app import compose_checked_options as composed
 from train.config import TrainConfig
 from train.run.checkpoints import list_checkpoints
 

@@ -175,7 +175,7 @@ KNOWN_MUTANTS = [
     (
         "resuming drops the optimiser's moments",
         "train/run/prepare.py",
-        ("        restore_training_state(drafter, engine, state)\n", "        pass\n"),
+        ("        restore_optimizer_state(drafter, engine, state)\n", "        pass\n"),
         FAULTS_TESTS + " -k stopped_and_killed",
     ),
     (

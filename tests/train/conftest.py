@@ -5,11 +5,11 @@ import signal
 
 import pytest
 
-from data.rows import EMBEDDED_ANSWERS_FILE
+from data.rows import EMBEDDED_TARGET_ANSWERS_FILE
 
 SMALL_RUN_OPTIONS = [
     "data=jsonl",
-    f"data.path={EMBEDDED_ANSWERS_FILE}",
+    f"data.path={EMBEDDED_TARGET_ANSWERS_FILE}",
     "data.length=64",
     "data.max_examples=12",
     "anchors_per_sequence=4",
@@ -39,11 +39,11 @@ def small_options(shallow) -> list[str]:
 def small(tmp_path, small_options):
     """A function (*overrides) that returns the configuration of a run of a few seconds, in
     `tmp_path/small`."""
-    from infer.utils.hydra_app import compose_options
+    from infer.utils.hydra_app import compose_checked_options
     from train.config import TrainConfig
 
     options = [*small_options, "count_ngrams=false", "name=small", f"runs_dir={tmp_path}"]
-    return lambda *overrides: compose_options("train", TrainConfig, [*options, *overrides])
+    return lambda *overrides: compose_checked_options("train", TrainConfig, [*options, *overrides])
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ from train.config import FeaturesConfig, TrainConfig
 from train.features import StoredFeatures, write_features
 from train.processes import start_process_group
 from train.run.checkpoints import (
-    find_newest_checkpoint,
+    find_newest_resumable_folder,
     list_checkpoints,
     list_rolling_states,
     parse_step,
@@ -217,7 +217,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_in_a_sentence(
     ) as raised:
         save_state(tmp_path / "run", 2)
     assert "\n" not in str(raised.value)
-    assert find_newest_checkpoint(tmp_path / "run") == (before, [])
+    assert find_newest_resumable_folder(tmp_path / "run") == (before, [])
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [
         "rolling-00000001"
     ]
@@ -242,7 +242,7 @@ def test_folders_that_a_user_puts_beside_the_checkpoints_are_left_alone(tmp_path
         (folder / name / "state").mkdir(parents=True)
     (folder / "step-00000099").touch()  # a file
     newest = [save_state(run, step) for step in (1, 2)][-1]
-    assert find_newest_checkpoint(run) == (newest, [])
+    assert find_newest_resumable_folder(run) == (newest, [])
     assert list_rolling_states(run) == [newest]
     assert list_checkpoints(run) == []
     for name in other_names:
@@ -454,7 +454,7 @@ class TestEvaluations:
         assert "No checkpoint was evaluated" in capfd.readouterr().out
         run_here(config)
         assert [result.step for result in evaluation.read_evaluations(run)] == [1]
-        assert not evaluation.describe_failures(run)
+        assert not evaluation.describe_failed_evaluations(run)
 
     def test_outputs_that_differ_from_baseline_decoding_are_the_runs_result(
         self, small, run_here, monkeypatch, capfd

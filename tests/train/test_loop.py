@@ -15,13 +15,13 @@ from safetensors.torch import load_file
 
 from infer.ngrams.model import NGramModel
 from infer.targets.loading import load_target
-from infer.utils.hydra_app import compose_options
+from infer.utils.hydra_app import compose_checked_options
 from train import loop
 from train.config import OptimConfig, TrainConfig
 from train.optim import cosine_learning_rate
 from train.run.checkpoints import (
-    describe_damage,
-    find_newest_checkpoint,
+    describe_checkpoint_damage,
+    find_newest_resumable_folder,
     list_checkpoints,
     parse_step,
 )
@@ -85,7 +85,7 @@ def test_ctrl_c_ends_an_evaluation_at_once(small, run_here, monkeypatch, tmp_pat
         match="is complete; the same command evaluates it and continues",
     ):
         run_here(
-            compose_options(
+            compose_checked_options(
                 "train",
                 TrainConfig,
                 [*small, f"runs_dir={tmp_path}", "optim.steps=1", "checkpoints=1"],
@@ -171,7 +171,7 @@ def test_resuming_with_other_processes_and_zero_stages(start_command, small, few
     script = tmp_path / "all_states.py"
     script.write_text(
         "import train.main as main, train.run.checkpoints as checkpoints\n"
-        "checkpoints.CHECKPOINTS_KEEPING_TRAINING_STATE = 5\n"
+        "checkpoints.NUM_CHECKPOINTS_KEEPING_TRAINING_STATE = 5\n"
         "main.main()\n"
     )
     options = [
@@ -216,7 +216,7 @@ def test_a_batch_with_no_anchor_changes_nothing(small, run_here, tmp_path):
         "optim.batch_size=1",
     ]
     run = run_here(
-        compose_options(
+        compose_checked_options(
             "train", TrainConfig, [*small, *options, "optim.steps=12", "self_check=false"]
         )
     )
@@ -228,7 +228,7 @@ def test_a_batch_with_no_anchor_changes_nothing(small, run_here, tmp_path):
 def test_a_batch_that_cannot_be_divided_is_one_sentence(small, run_here):
     with pytest.raises(ValueError, match=r"^optim.batch_size=3 .*multiple of 2"):
         run_here(
-            compose_options(
+            compose_checked_options(
                 "train", TrainConfig, [*small, "optim.batch_size=3", "optim.micro_batch_size=2"]
             )
         )
@@ -301,10 +301,10 @@ def test_a_finished_run_is_reported_again_and_never_overwritten(
         "name=uninterrupted",
         *UNINTERRUPTED_RUN_OPTIONS,
     ]
-    run_here(compose_options("train", TrainConfig, options))
+    run_here(compose_checked_options("train", TrainConfig, options))
     assert "report.html" in capsys.readouterr().out
     with pytest.raises(ValueError, match="optim.lr differ"):
-        run_here(compose_options("train", TrainConfig, [*options, "optim.lr=0.1"]))
+        run_here(compose_checked_options("train", TrainConfig, [*options, "optim.lr=0.1"]))
     assert (uninterrupted_run / "metrics.jsonl").read_bytes() == before
 
 
@@ -328,7 +328,7 @@ def test_minutes_are_wall_clock_time_unless_the_option_is_processor(
     ]
     for clock in ("wall", "processor"):
         run_here(
-            compose_options(
+            compose_checked_options(
                 "train", TrainConfig, [*options, f"optim.clock={clock}", f"name={clock}"]
             )
         )
@@ -352,7 +352,7 @@ def test_a_run_of_minutes_resumes_with_the_seconds_it_had(
         "checkpoints=2",
         "self_check=false",
     ]
-    config = compose_options("train", TrainConfig, [*options, "evaluation.prompts=0"])
+    config = compose_checked_options("train", TrainConfig, [*options, "evaluation.prompts=0"])
     run_here(replace(config, name="uninterrupted"))
     original_train_step = loop.train_step
 
@@ -386,20 +386,20 @@ def test_damaged_checkpoints_are_reported_and_skipped(uninterrupted_run, tmp_pat
     ignored = shutil.ignore_patterns("best", ".*")
     shutil.copytree(uninterrupted_run / "checkpoints", run / "checkpoints", ignore=ignored)
     last = run / "checkpoints" / "step-00000012"
-    assert find_newest_checkpoint(run) == (last, [])
+    assert find_newest_resumable_folder(run) == (last, [])
     state = last / "state" / "state.safetensors"
     data = bytearray(state.read_bytes())
     data[len(data) // 2] ^= 1
     state.write_bytes(data)
-    assert describe_damage(last) == f"state/{state.name} is truncated or altered"
-    checkpoint, skipped = find_newest_checkpoint(run)
+    assert describe_checkpoint_damage(last) == f"state/{state.name} is truncated or altered"
+    checkpoint, skipped = find_newest_resumable_folder(run)
     assert checkpoint.name == "step-00000008"
     assert skipped == [
         f"skipped checkpoint step-00000012: state/{state.name} is truncated or altered"
     ]
     (checkpoint / "drafter" / "model.safetensors").unlink()
-    assert find_newest_checkpoint(run)[0] is None
-    assert "drafter/model.safetensors is missing" in find_newest_checkpoint(run)[1][1]
+    assert find_newest_resumable_folder(run)[0] is None
+    assert "drafter/model.safetensors is missing" in find_newest_resumable_folder(run)[1][1]
 
 
 def test_the_log_is_trimmed_to_the_resumed_step(tmp_path):

@@ -14,7 +14,7 @@ from train.objective import (
     DivergenceInputs,
     LogitCorrection,
     _compute_logits,
-    compute_divergence,
+    compute_divergence_loss,
     position_weights,
 )
 
@@ -48,7 +48,7 @@ def make_case(seed: int = 0, dtype: torch.dtype = torch.float64) -> dict[str, to
 
 
 def compute_chunked(hidden, drafter_head=None, correction=None, **inputs) -> BlockLoss:
-    return compute_divergence(hidden, DivergenceInputs(**inputs), drafter_head, correction)
+    return compute_divergence_loss(hidden, DivergenceInputs(**inputs), drafter_head, correction)
 
 
 def compute_dense(
@@ -281,7 +281,7 @@ def test_a_conditional_head_gets_the_gradients_of_its_distribution(divergence, u
     drafter_head = (case["target_head"] + 0.1).requires_grad_()
 
     uncorrected = case["hidden"] @ drafter_head.T
-    corrected = uncorrected + correction.vectors @ correction.out.T
+    corrected = uncorrected + correction.vectors @ correction.correction_matrix.T
     teacher_logits = case["teacher_hidden"] @ case["target_head"].T
     teacher_logits = teacher_logits[case["teacher_rows"].flatten()]
     labels = case["labels"].flatten()

@@ -18,7 +18,7 @@ from infer.targets.loading import load_tokenizer
 from infer.targets.support import refuse_unsupported
 from train import plan
 from train.config import TrainConfig
-from train.plan import count_total_steps, estimate_run, load_target_config
+from train.plan import count_total_steps, estimate_run_memory, load_target_config
 from train.step_memory import StepSizes, choose_gradient_checkpointing, estimate_step_memory
 
 # runs a script with an allocator that returns freed memory to the system at once
@@ -144,7 +144,7 @@ def test_a_plan_needs_neither_weights_nor_a_network(start_command):
 def test_a_plan_is_for_the_device_that_the_run_would_use(small, monkeypatch, option, device_type):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     config = small(f"target.device={option}")
-    estimate = estimate_run(config, load_target_config(config))
+    estimate = estimate_run_memory(config, load_target_config(config))
     assert estimate.device.type == device_type
     assert (estimate.device_bytes is None) == (device_type == "cuda")
 

@@ -43,7 +43,7 @@ from infer.drafters.build import choose_mask_token
 from infer.masked.model import MASKED_MODEL_TYPES_IN_TRANSFORMERS
 from infer.targets.loading import load_target
 from infer.targets.target import tokenizer_digest
-from infer.utils.errors import abort_on_write_error, explain_interrupt
+from infer.utils.errors import abort_on_write_error, set_interrupt_message
 from infer.utils.files import SHARED_FILE_MODE, atomic_create_folder, write_json
 from infer.utils.progress import Progress
 from train.config import OptimConfig
@@ -51,7 +51,7 @@ from train.masked.config import DiffusionConfig
 from train.masked.objective import (
     estimate_nll_bound,
     exclude_unpredictable_tokens,
-    mask_tokens,
+    mask_block_and_later_tokens,
     sample_noise,
 )
 from train.optim import make_optimizer, set_learning_rate, warmup_decay_factor
@@ -180,7 +180,7 @@ def measure_held_out_nll_bound(
         block_lengths = torch.full(
             (len(repetitions),), config.block_length or length, device=model.device
         )
-        masked_ids, weights = mask_tokens(
+        masked_ids, weights = mask_block_and_later_tokens(
             columns, noise.select_rows(repetitions, model.device), block_lengths, mask_token_id
         )
         with torch.no_grad(), bfloat16_autocast(model):
@@ -230,7 +230,7 @@ def compute_gradients(
         length,
         config.block_length or length,
     )
-    masked_ids, weights = mask_tokens(columns, noise, block_lengths, mask_token_id)
+    masked_ids, weights = mask_block_and_later_tokens(columns, noise, block_lengths, mask_token_id)
     if config.weighting == "flat":
         weights = (weights > 0).float()
         num_tokens = weights.sum()
@@ -318,7 +318,7 @@ def train_diffusion_model(config: DiffusionConfig) -> float:
         return compute_gradients(model, columns, config, step)
 
     bound = evaluate(0)
-    with explain_interrupt(f"{out}/model has the last saved model, if one was saved already"):
+    with set_interrupt_message(f"{out}/model has the last saved model, if one was saved already"):
         for step, loss in run_optimizer_steps(model, config.lr, config.steps, backward):
             write_metrics(step=step, loss=loss)
             if step % SAVE_INTERVAL_STEPS == 0 or step == config.steps:

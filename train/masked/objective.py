@@ -41,10 +41,10 @@ class MaskingNoise(NamedTuple):
     # the masked block is masked
     levels: torch.Tensor
     # (B, num_documents) uniform in [0, 1): selects the block of the document that is masked
-    block_positions: torch.Tensor
+    block_uniforms: torch.Tensor
     # (B, num_tokens) uniform in [0, 1): a token of the masked block is masked if this number is
     # below the noise level
-    token_thresholds: torch.Tensor
+    token_uniforms: torch.Tensor
 
     def select_rows(self, rows: torch.Tensor, device: torch.device) -> "MaskingNoise":
         """Return a copy, on `device`, of the random numbers of some packed sequences. rows: the
@@ -74,7 +74,7 @@ def sample_noise(documents: torch.Tensor, generator: torch.Generator) -> Masking
     return MaskingNoise(1 - (offsets + spread) % 1, block_positions, token_thresholds)
 
 
-def mask_tokens(
+def mask_block_and_later_tokens(
     batch: dict[str, torch.Tensor],
     noise: MaskingNoise,
     block_lengths: torch.Tensor,
@@ -109,14 +109,14 @@ def mask_tokens(
     learned_counts = zeros.scatter_add(1, document_index, learned.long())
     # (B, num_documents) rounded up, because a document's last block may be short
     num_blocks = -(-learned_counts // block_lengths[:, None])
-    masked_block = (noise.block_positions * num_blocks).long()  # (B, num_documents)
+    masked_block = (noise.block_uniforms * num_blocks).long()  # (B, num_documents)
     masked_block_sizes = torch.minimum(
         learned_counts - masked_block * block_lengths[:, None], block_lengths[:, None]
     )  # (B, num_documents)
 
     token_block = learned_before // block_lengths[:, None]  # (B, T)
     token_masked_block = masked_block.gather(1, document_index)
-    is_below_level = noise.token_thresholds < noise.levels.gather(1, document_index)
+    is_below_level = noise.token_uniforms < noise.levels.gather(1, document_index)
     predicted = learned & (token_block == token_masked_block) & is_below_level
     masked = predicted | ((token_block > token_masked_block) & (documents >= 0))
 
@@ -155,7 +155,7 @@ def estimate_nll_bound(
         token see its whole document. The output at position i - 1 predicts the token at i. The
         probability of the mask token is set to 0 (MDLM, section 3.2.3).
     batch: the columns of packed sequences, before masking.
-    masked_ids, weights: (B, num_tokens), the results of `mask_tokens`.
+    masked_ids, weights: (B, num_tokens), the results of `mask_block_and_later_tokens`.
 
     For nats per token, divide the scalar by the number of all tokens with loss, masked and
     unmasked.

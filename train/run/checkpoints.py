@@ -51,7 +51,7 @@ CHECKPOINT_MANIFEST_FILE = "manifest.json"
 CHECKPOINT_TRAINING_STATE_FILE = "state.safetensors"
 # Number of newest checkpoints that keep their training state. Older ones keep only the drafter and
 # the evaluation.
-CHECKPOINTS_KEEPING_TRAINING_STATE = 2
+NUM_CHECKPOINTS_KEEPING_TRAINING_STATE = 2
 
 
 def checkpoint_folder(run: Path, step: int) -> Path:
@@ -175,13 +175,13 @@ def _extract_drafter_weights(
 def remove_superseded_states(run: Path, step: int) -> None:
     """Remove the training states that are not needed once the training state of `step` is saved.
 
-    The newest CHECKPOINTS_KEEPING_TRAINING_STATE checkpoints up to `step` keep their training
+    The newest NUM_CHECKPOINTS_KEEPING_TRAINING_STATE checkpoints up to `step` keep their training
     state. Older folders rolling-<step> are removed. Checkpoints newer than `step` are damaged; they
     stay until the run overwrites them. If the process is killed during the removal, the next start
     of the run finishes the removal.
     """
     checkpoints = [folder for folder in list_checkpoints(run) if parse_step(folder) <= step]
-    for folder in checkpoints[:-CHECKPOINTS_KEEPING_TRAINING_STATE]:
+    for folder in checkpoints[:-NUM_CHECKPOINTS_KEEPING_TRAINING_STATE]:
         shutil.rmtree(folder / "state", ignore_errors=True)
     for folder in list_rolling_states(run):
         if parse_step(folder) < step or checkpoint_folder(run, step).exists():
@@ -196,7 +196,7 @@ def remove_partial_checkpoints(run: Path) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def describe_damage(folder: Path) -> str | None:
+def describe_checkpoint_damage(folder: Path) -> str | None:
     """Compare the files of a checkpoint with the sizes and digests in its manifest. Return a text
     about the first difference, or None if all files match."""
     manifest = folder / "state" / CHECKPOINT_MANIFEST_FILE
@@ -216,7 +216,7 @@ def describe_damage(folder: Path) -> str | None:
     return None
 
 
-def find_newest_checkpoint(run: Path) -> tuple[Path | None, list[str]]:
+def find_newest_resumable_folder(run: Path) -> tuple[Path | None, list[str]]:
     """Return the newest undamaged folder from which the run can be resumed, and messages for the
     user about newer folders that are damaged.
 
@@ -226,7 +226,7 @@ def find_newest_checkpoint(run: Path) -> tuple[Path | None, list[str]]:
     skipped = []
     folders = [*list_checkpoints(run), *list_rolling_states(run)]
     for folder in sorted(folders, key=parse_step, reverse=True):
-        damage = describe_damage(folder)
+        damage = describe_checkpoint_damage(folder)
         if damage is None:
             return folder, skipped
         skipped.append(f"skipped checkpoint {folder.name}: {damage}")
@@ -236,8 +236,8 @@ def find_newest_checkpoint(run: Path) -> tuple[Path | None, list[str]]:
 def load_training_state(folder: Path | None) -> dict[str, torch.Tensor]:
     """Load the training state (weights and optimiser moments) from a checkpoint folder.
 
-    folder: from `find_newest_checkpoint`, which has checked the files. If `folder` is None, an
-    empty dictionary is returned. See `train.engine.collect_unsharded_state` for the keys.
+    folder: from `find_newest_resumable_folder`, which has checked the files. If `folder` is None,
+    an empty dictionary is returned. See `train.engine.collect_unsharded_state` for the keys.
     """
     if folder is None:
         return {}

@@ -31,14 +31,14 @@ from infer.evaluation.measurement import PromptSet, VariantMeasurement, merge_me
 from infer.evaluation.metrics import describe_too_few_prompts, select_best_checkpoint
 from infer.evaluation.report import RunDescription, write_report
 from infer.evaluation.results import Evaluation, read_result, write_result
-from infer.evaluation.tables import format_headline, format_method_table
+from infer.evaluation.tables import format_findings, format_method_table
 from infer.formats.checkpoint import load_drafter
 from infer.targets.target import Target
 from infer.utils.errors import RunAborted, abort_on_write_error, redacted_command_line
 from infer.utils.files import atomic_write
 from infer.utils.progress import HEARTBEAT, Progress
 from infer.utils.redact import redact_text
-from infer.utils.renamed_options import translate_saved_config
+from infer.utils.renamed_options import rename_old_options
 from train.config import TrainConfig
 from train.processes import run_on_first_process
 from train.run.checkpoints import link_best_checkpoint, list_checkpoints, parse_step
@@ -48,7 +48,9 @@ from train.run.state import RunState
 EVALUATION_FAILURE_FILE = "failed.txt"
 
 
-def evaluate_checkpoint(run: RunState, folder: Path, log: RunLog, is_last: bool) -> None:
+def evaluate_checkpoint(
+    run: RunState, folder: Path, log: RunLog, use_all_prompt_sets: bool
+) -> None:
     """Decode held-out prompts with a checkpoint's saved drafter, and write the results.
 
     folder: the checkpoint's folder. is_last: true evaluates all sets of held-out prompts, as for
@@ -63,12 +65,12 @@ def evaluate_checkpoint(run: RunState, folder: Path, log: RunLog, is_last: bool)
     try:
         target = run.load_decoding_target()
         drafter = cast(Drafter, load_drafter(folder, dtype=target.dtype, device=target.device))
-        prompt_sets = select_prompt_sets(run.config, target, is_last)
+        prompt_sets = select_prompt_sets(run.config, target, use_all_prompt_sets)
         measured = decode_prompt_share(
             target, drafter, prompt_sets, run.config, f"evaluating step {parse_step(folder)}"
         )
     except Exception as error:  # noqa: BLE001
-        error_text = describe_error(error)
+        error_text = format_redacted_traceback(error)
         torch.cuda.empty_cache()  # the evaluation may have run out of memory; training needs it
     gathered: list = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, (measured, error_text))
@@ -88,21 +90,23 @@ def evaluate_checkpoint(run: RunState, folder: Path, log: RunLog, is_last: bool)
                     assert target is not None
                     assert drafter is not None
                     assert prompt_sets is not None
-                    write_evaluation(folder, target, drafter, prompt_sets, shares, log)
+                    merge_and_write_evaluation(folder, target, drafter, prompt_sets, shares, log)
                     (out / EVALUATION_FAILURE_FILE).unlink(missing_ok=True)
-                if not is_last:  # after the last evaluation, `finish_report` updates the report
-                    update_report(run.folder)
+                if (
+                    not use_all_prompt_sets
+                ):  # after the last evaluation, `write_and_print_final_report` updates the report
+                    update_best_link_and_report(run.folder)
             except OSError:
                 raise  # `abort_on_write_error` converts write errors to RunAborted
             except Exception as error:  # noqa: BLE001
-                write_evaluation_failure(out, [describe_error(error)], log)
+                write_evaluation_failure(out, [format_redacted_traceback(error)], log)
 
     run_on_first_process(write_results)
     # The progress line shows the time per training step, which must not include this evaluation.
     log.progress.start_time += time.monotonic() - start_time
 
 
-def evaluate_best(run: RunState, log: RunLog) -> None:
+def evaluate_best_checkpoint_fully(run: RunState, log: RunLog) -> None:
     """Evaluate the best checkpoint on all prompt sets, unless this was already done.
 
     The last checkpoint has already been evaluated on all of them. The new results can make another
@@ -115,7 +119,7 @@ def evaluate_best(run: RunState, log: RunLog) -> None:
         if best is None or best.name in fully_evaluated:
             return
         fully_evaluated.add(best.name)
-        evaluate_checkpoint(run, best, log, is_last=True)
+        evaluate_checkpoint(run, best, log, use_all_prompt_sets=True)
 
 
 def find_best_checkpoint(run: Path) -> Path | None:
@@ -129,7 +133,7 @@ def find_best_checkpoint(run: Path) -> Path | None:
     return run / "checkpoints" / Path(checkpoint).name
 
 
-def describe_missing_prompts(config: TrainConfig, target: Target) -> str | None:
+def describe_held_out_prompt_shortage(config: TrainConfig, target: Target) -> str | None:
     """Return a warning for the user if the data have fewer held-out prompts than the option
     evaluation.prompts requests, else None.
 
@@ -146,21 +150,23 @@ def describe_missing_prompts(config: TrainConfig, target: Target) -> str | None:
     return describe_prompt_shortage(len(prompts), num_prompts)
 
 
-def select_prompt_sets(config: TrainConfig, target: Target, is_last: bool) -> list[PromptSet]:
+def select_prompt_sets(
+    config: TrainConfig, target: Target, use_all_prompt_sets: bool
+) -> list[PromptSet]:
     """Return the prompt sets on which a checkpoint is evaluated. They are not yet divided among
     the processes.
 
-    is_last: true returns all prompt sets, as for the last checkpoint. False returns only a
-    shortened version of the first one.
+    use_all_prompt_sets: true returns all prompt sets, as for the last checkpoint. False returns
+    only a shortened version of the first one.
     """
     options = config.evaluation
-    outside = options.external_prompts if is_last else 0
+    outside = options.external_prompts if use_all_prompt_sets else 0
     assert target.tokenizer is not None
     prompts = select_evaluation_prompts(
         config.data, target.tokenizer, options.prompts, options.max_prompt_tokens, outside
     )
     prompt_sets = build_prompt_sets(prompts, options)
-    return prompt_sets if is_last else [subsample_prompt_set(prompt_sets[0])]
+    return prompt_sets if use_all_prompt_sets else [subsample_prompt_set(prompt_sets[0])]
 
 
 def decode_prompt_share(
@@ -200,7 +206,7 @@ def decode_prompt_share(
     return measure_prompt_sets(target, drafter, prompt_sets, report_progress)
 
 
-def write_evaluation(
+def merge_and_write_evaluation(
     folder: Path,
     target: Target,
     drafter: Drafter,
@@ -219,7 +225,7 @@ def write_evaluation(
     result = summarise_evaluation(target, drafter, prompt_sets, measured)
     result = replace(result, step=parse_step(folder), checkpoint=str(folder), drafter=log.name)
     write_result(folder / "evaluation" / "evaluation.json", result)
-    log.log_evaluation(result)
+    log.log_evaluation_to_wandb(result)
     taus = ", ".join(f"{m.label} τ {m.tau:.2f} ({m.speedup:.2f}x)" for m in result.drafting_methods)
     log.print_line(f"step {result.step}: {taus}")
     if breaks_losslessness(result):
@@ -236,7 +242,7 @@ def breaks_losslessness(result: Evaluation) -> bool:
     return result.temperature == 0 and result.dtype == "float32" and not result.same_output
 
 
-def describe_error(error: BaseException) -> str:
+def format_redacted_traceback(error: BaseException) -> str:
     """Return an error's type and first line, an empty line, and the traceback, without secrets."""
     first_line = str(error).strip().partition("\n")[0]
     stack_trace = "".join(traceback.format_exception(error))
@@ -247,8 +253,8 @@ def write_evaluation_failure(out: Path, errors: list[str], log: RunLog) -> None:
     """Record that an evaluation failed: write the errors to failed.txt, print the first one, and
     remove older results.
 
-    out: the folder <checkpoint>/evaluation. errors: texts from `describe_error`, one per failed
-    process.
+    out: the folder <checkpoint>/evaluation. errors: texts from `format_redacted_traceback`, one per
+    failed process.
     """
     (out / "evaluation.json").unlink(missing_ok=True)
     atomic_write(out / EVALUATION_FAILURE_FILE, "\n".join(errors))
@@ -258,7 +264,7 @@ def write_evaluation_failure(out: Path, errors: list[str], log: RunLog) -> None:
     )
 
 
-def describe_failures(run: Path) -> list[str]:
+def describe_failed_evaluations(run: Path) -> list[str]:
     """Return one sentence for every failed evaluation, sorted by step."""
     sentences = []
     for folder in list_checkpoints(run):
@@ -275,7 +281,7 @@ def read_evaluations(run: Path) -> list[Evaluation]:
     return [read_result(file, Evaluation) for file in files if file.exists()]
 
 
-def update_report(run: Path) -> Path | None:
+def update_best_link_and_report(run: Path) -> Path | None:
     """Update the link to the best checkpoint, and write the run's report. Return the path of the
     report's HTML page, or None if no evaluation succeeded."""
     best = find_best_checkpoint(run)
@@ -285,7 +291,7 @@ def update_report(run: Path) -> Path | None:
 
     evaluations = read_evaluations(run)
     lines = read_step_metrics(run)
-    config = translate_saved_config(json.loads((run / "config.json").read_text()))
+    config = rename_old_options(json.loads((run / "config.json").read_text()))
     tokens_per_step = config["optim"]["batch_size"] * config["data"]["length"]
     seconds = None
     if lines:
@@ -298,19 +304,19 @@ def update_report(run: Path) -> Path | None:
         losses=[(line["step"], line["loss"]) for line in lines if line["loss"] is not None],
         seconds=seconds,
     )
-    notes = describe_failures(run)
+    notes = describe_failed_evaluations(run)
     if too_few_prompts := describe_too_few_prompts(evaluations):
         notes.append(too_few_prompts)
     return write_report(run / "report", evaluations, notes, facts)
 
 
-def finish_report(run: Path, log: RunLog) -> None:
+def write_and_print_final_report(run: Path, log: RunLog) -> None:
     """Write the final report, and print the best checkpoint's results and the paths of all results.
     Raises RunAborted if greedy float32 outputs differed from baseline decoding."""
     with abort_on_write_error(str(run / "report")):
-        page = update_report(run)
-    log.close(page)
-    for line in describe_failures(run):
+        page = update_best_link_and_report(run)
+    log.finish_wandb_run(page)
+    for line in describe_failed_evaluations(run):
         print(line)
     if page is None:
         for folder in list_checkpoints(run)[-1:]:
@@ -344,7 +350,7 @@ def print_best_result(evaluations: list[Evaluation]) -> None:
         f"Best checkpoint: step {best.step}, greedy on {best.prompts} held-out prompts, "
         f"{best.device}\n"
     )
-    print(f"{format_method_table(best)}\n\n{format_headline(best)}")
+    print(f"{format_method_table(best)}\n\n{format_findings(best)}")
     for result in (best, *(best.other_evaluations or ())):
         if result.time_limit_note:
             print(f"{result.prompt_set_name or 'held-out prompts'}: {result.time_limit_note}")

@@ -35,7 +35,7 @@ from infer.utils.files import (
     write_json,
 )
 from infer.utils.redact import redact
-from infer.utils.renamed_options import translate_saved_config
+from infer.utils.renamed_options import rename_old_options
 from train.config import TrainConfig
 from train.features import StoredFeatures
 from train.run.checkpoints import remove_partial_checkpoints
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 RUN_CONFIG_FILE = "config.json"
-RUN_INPUT_IDENTITY_FILE = "sources.json"
+RUN_INPUT_DIGESTS_FILE = "sources.json"
 # The run's configuration as YAML, for Hydra's options --config-dir <run> --config-name config.
 HYDRA_CONFIG_FILE = "config.yaml"
 RUN_LOCK_FILE = "lock"
@@ -143,7 +143,7 @@ def refuse_other_run(config: TrainConfig, run: Path) -> None:
     if not (run / RUN_CONFIG_FILE).exists() or not has_completed_step(run):
         return
     defaults = add_removed_options(config_to_json(TrainConfig()))
-    saved = translate_saved_config(read_recorded_json(run / RUN_CONFIG_FILE))
+    saved = rename_old_options(read_recorded_json(run / RUN_CONFIG_FILE))
     recorded = migrate_recorded_options(saved, defaults)
     message = (
         f"{run} contains a run with another configuration ({{keys}} differ): choose another name "
@@ -193,7 +193,7 @@ def remove_unstarted_run(run: Path) -> None:
     names = (
         RUN_CONFIG_FILE,
         HYDRA_CONFIG_FILE,
-        RUN_INPUT_IDENTITY_FILE,
+        RUN_INPUT_DIGESTS_FILE,
         NGRAM_FILE_NAME,
         WANDB_ID_FILE,
         RUN_LOCK_FILE,
@@ -211,17 +211,17 @@ def record_run_start(run: Path, config: TrainConfig, sources: dict) -> None:
     compared with what was recorded then. Raises ValueError if they differ.
     """
     with abort_on_write_error(str(run)):
-        if has_completed_step(run) and (run / RUN_INPUT_IDENTITY_FILE).exists():
+        if has_completed_step(run) and (run / RUN_INPUT_DIGESTS_FILE).exists():
             message = (
                 f"the run in {run} started with other files under the same paths ({{keys}} "
                 "differ). If it were resumed, it could train on examples that were held out "
                 "before. Restore the files, or choose another name for the run with name="
             )
             refuse_changed_settings(
-                read_recorded_json(run / RUN_INPUT_IDENTITY_FILE), sources, message
+                read_recorded_json(run / RUN_INPUT_DIGESTS_FILE), sources, message
             )
         else:
-            write_json(run / RUN_INPUT_IDENTITY_FILE, sources)
+            write_json(run / RUN_INPUT_DIGESTS_FILE, sources)
         if not has_completed_step(run):
             options = config_to_json(config)
             write_json(run / RUN_CONFIG_FILE, options)

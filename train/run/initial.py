@@ -11,7 +11,7 @@ import torch
 from infer.config import DrafterConfig, HeadConfig, TargetConfig
 from infer.drafters.base import Drafter
 from infer.drafters.build import (
-    check_draft_vocabulary,
+    check_draft_vocab_size,
     create_drafter,
     read_options_from_config,
     remove_copied_embedding_and_head,
@@ -25,7 +25,7 @@ from infer.targets.target import Target
 from train.config import TrainConfig
 from train.seeding import seeded_generator
 
-RANDOM_DRAFTER_WEIGHTS_WARNING = (
+NO_WARM_START_WARNING = (
     "the drafter starts from random weights, because the target's layers have another "
     "architecture than the drafter's (for example, DFlash normalises queries and keys, and Llama "
     "does not). drafter.warm_start=false turns this warning off"
@@ -44,7 +44,7 @@ def resolve_drafter_options(options: DrafterConfig, target: TargetConfig) -> Dra
     if options.init is None:
         return options
     text_config = load_config(target.path, target.trust_remote_code).get_text_config()
-    check_draft_vocabulary(options, text_config)
+    check_draft_vocab_size(options, text_config)
     folder = open_drafter_folder(options.init)
     reading = parse_drafter_config(folder, text_config.num_hidden_layers)
     if problems := find_folder_problems(folder, reading):
@@ -154,7 +154,7 @@ def _create_new_drafter(
         restrict_vocabulary(drafter, draft_tokens)
     copied_layers = drafter.initialize(target, seeded_generator(config.seed), options.warm_start)
     if options.warm_start and not copied_layers:
-        warnings.warn(RANDOM_DRAFTER_WEIGHTS_WARNING, stacklevel=3)
+        warnings.warn(NO_WARM_START_WARNING, stacklevel=3)
     return drafter
 
 
@@ -181,7 +181,7 @@ def _load_existing_drafter(
         restrict_vocabulary(drafter, draft_tokens)
     if drafter.head_spec is None:
         drafter.family_config.update(build_head_config(options.head))
-        drafter.add_conditional_head()
+        drafter.add_conditional_and_confidence_heads()
         drafter.init_head_weights(seeded_generator(config.seed))
     if config.target.chat_template_kwargs:
         drafter.config.chat_template_kwargs = config.target.chat_template_kwargs

@@ -30,7 +30,7 @@ METRICS_FILE = "metrics.jsonl"
 WANDB_ID_FILE = "wandb_id"  # the id with which a resumed run continues the same wandb run
 # The first estimate of the remaining time is printed after this number of steps, or after a third
 # of the run if a third is shorter.
-FIRST_ESTIMATE_STEPS = 12
+STEPS_BEFORE_FIRST_TIME_ESTIMATE = 12
 
 
 def finite_or_none(value: float) -> float | None:
@@ -49,14 +49,14 @@ class StepMetrics:
     agreement: torch.Tensor
     # scalar: how many draft tokens from the start of a block match the target's choice, plus one
     # for the bonus token; mean over blocks. This is the acceptance length on the training texts.
-    prefix: torch.Tensor
+    acceptance_length: torch.Tensor
     grad_norm: torch.Tensor  # scalar: gradient norm before clipping; NaN if the step was skipped
 
     def to_json(self) -> dict:
         """Return the metrics as values for JSON. A loss or norm that is not finite becomes None."""
         return {
             "loss": finite_or_none(self.loss.item()),
-            "prefix": self.prefix.item(),
+            "prefix": self.acceptance_length.item(),
             "agreement": self.agreement.tolist(),
             "grad_norm": finite_or_none(self.grad_norm.item()),
         }
@@ -123,12 +123,12 @@ class RunLog:
 
         steps_since_start = line["step"] - self.completed_steps
         steps_of_start = self.total_steps - self.completed_steps
-        if steps_since_start == min(FIRST_ESTIMATE_STEPS, max(2, steps_of_start // 3)):
+        if steps_since_start == min(STEPS_BEFORE_FIRST_TIME_ESTIMATE, max(2, steps_of_start // 3)):
             # `Progress` prints a line at intervals. This makes it print one now.
             self.progress.last_line_time = 0.0
         self.progress(line["step"], self.total_steps, format_metrics(line))
 
-    def log_evaluation(self, evaluation: Evaluation) -> None:
+    def log_evaluation_to_wandb(self, evaluation: Evaluation) -> None:
         """Log the acceptance lengths and speedups of an evaluation to wandb."""
         metrics = {}
         for method in evaluation.methods:
@@ -142,7 +142,7 @@ class RunLog:
 
         self.call_wandb(log_and_summarise)
 
-    def close(self, report_page: Path | None) -> None:
+    def finish_wandb_run(self, report_page: Path | None) -> None:
         """Upload the report to wandb and end the wandb run. report_page: the report's HTML file,
         None if there is no report."""
 

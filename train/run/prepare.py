@@ -13,26 +13,26 @@ from infer.targets.target import Target
 from infer.utils.progress import HEARTBEAT
 from train.batches import load_packed_sequences
 from train.config import TrainConfig
-from train.engine import build_engine, restore_training_state, target_dtype
+from train.engine import build_engine, get_training_target_dtype, restore_optimizer_state
 from train.features import StoredFeatures, feature_dependencies
 from train.plan import describe_run_length
 from train.processes import run_on_first_process
 from train.run.checkpoints import (
-    find_newest_checkpoint,
+    find_newest_resumable_folder,
     load_training_state,
     parse_step,
     remove_superseded_states,
 )
-from train.run.evaluation import describe_missing_prompts
+from train.run.evaluation import describe_held_out_prompt_shortage
 from train.run.folder import find_frequent_tokens, identify_sources, record_run_start, write_ngrams
 from train.run.initial import create_initial_drafter, format_mask_token, load_drafter_weights
 from train.run.log import METRICS_FILE, trim_step_metrics
 from train.run.state import (
     RunState,
+    build_schedule,
     complete_config,
     describe_run,
     load_frozen_target,
-    resume_schedule,
 )
 from train.selfcheck import TrainingLossCheck
 from train.step import compute_block_loss
@@ -53,17 +53,17 @@ def prepare_run(user_config: TrainConfig, device: torch.device, folder: Path) ->
     # Load the frozen target and the training data. Set the options that depend on them.
     stored_features = StoredFeatures(user_config.features) if user_config.features else None
     target = load_frozen_target(
-        user_config, device, target_dtype(user_config, device), stored_features
+        user_config, device, get_training_target_dtype(user_config, device), stored_features
     )
     dataset, example_counts = load_dataset(user_config, target, stored_features)
     config, memory_line = complete_config(user_config, target, dataset, device)
 
     # Create the initial drafter. It must fit the target and the stored hidden states, if any.
-    drafter = create_drafter(config, target, dataset)
+    drafter = create_or_load_drafter(config, target, dataset)
     if stored_features is not None:
         stored_features.check_dependencies(feature_dependencies(config, target, drafter.layer_ids))
         stored_features.select_layers(drafter.layer_ids)
-    prompts_note = run_on_first_process(lambda: describe_missing_prompts(config, target))
+    prompts_note = run_on_first_process(lambda: describe_held_out_prompt_shortage(config, target))
 
     # Record configuration, target and data in the folder, or compare them with the recorded ones.
     sources = run_on_first_process(lambda: identify_sources(config.target.path, target, dataset))
@@ -75,16 +75,16 @@ def prepare_run(user_config: TrainConfig, device: torch.device, folder: Path) ->
 
     # Build the DeepSpeed engine, and restore the state of the newest checkpoint.
     shard_or_strip_target(target, config, device)
-    checkpoint, notes = find_newest_checkpoint(folder)
+    checkpoint, notes = find_newest_resumable_folder(folder)
     state = load_training_state(checkpoint)
     completed_steps = 0
     if checkpoint is not None:
         completed_steps = parse_step(checkpoint)
         load_drafter_weights(drafter, state, checkpoint)
-    summary = summarise_run(config, drafter, target, len(dataset), completed_steps)
-    engine, self_check_line = build_checked_engine(drafter, target, dataset, config, device)
+    summary = describe_run_in_one_line(config, drafter, target, len(dataset), completed_steps)
+    engine, self_check_line = build_engine_and_check_loss(drafter, target, dataset, config, device)
     if checkpoint is not None:
-        restore_training_state(drafter, engine, state)
+        restore_optimizer_state(drafter, engine, state)
 
     # Write the n-gram file, and remove what the run's folder has from steps after the checkpoint.
     if config.count_ngrams:
@@ -93,7 +93,7 @@ def prepare_run(user_config: TrainConfig, device: torch.device, folder: Path) ->
     dist.barrier()
     run_on_first_process(lambda: trim_run_to_step(folder, completed_steps))
     schedule = run_on_first_process(
-        lambda: resume_schedule(config, len(dataset), folder, completed_steps)
+        lambda: build_schedule(config, len(dataset), folder, completed_steps)
     )
 
     if config.anchors_per_sequence < user_config.anchors_per_sequence:
@@ -121,7 +121,7 @@ def load_dataset(
     return prepared.dataset, prepared.counts
 
 
-def create_drafter(
+def create_or_load_drafter(
     config: TrainConfig, target: Target, dataset: "StoredFeatures | Dataset"
 ) -> Drafter:
     """Create or load the drafter that training starts from. If a reduced vocabulary is configured,
@@ -160,7 +160,7 @@ def shard_or_strip_target(target: Target, config: TrainConfig, device: torch.dev
         target.decoder.layers.to("meta")
 
 
-def build_checked_engine(
+def build_engine_and_check_loss(
     drafter: Drafter,
     target: Target,
     dataset: "StoredFeatures | Dataset",
@@ -185,7 +185,7 @@ def build_checked_engine(
     return engine, check.compare(result)
 
 
-def summarise_run(
+def describe_run_in_one_line(
     config: TrainConfig, drafter: Drafter, target: Target, num_sequences: int, completed_steps: int
 ) -> str:
     """Return a line for the user with the run's name, its number of trainable parameters, its data

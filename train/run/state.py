@@ -31,8 +31,8 @@ from infer.formats.layouts import find_folder_problems, parse_drafter_config
 from infer.targets.loading import load_config, load_configured_target, resolve_dtype
 from infer.targets.target import Target, weight_format_name
 from train.blocks import count_available_anchors
-from train.config import OptimConfig, TrainConfig, check_head_training
-from train.engine import compute_dtype, split_batch
+from train.config import OptimConfig, TrainConfig, check_conditional_head_options
+from train.engine import compute_micro_batch_sizes, get_drafter_matmul_dtype
 from train.features import StoredFeatures
 from train.optim import cosine_learning_rate
 from train.plan import count_total_steps, describe_run_length
@@ -61,49 +61,49 @@ class TrainingSchedule:
     learning rate. Length and progress are in steps, or in seconds if `optim.max_minutes` is set."""
 
     optim: OptimConfig
-    length: float  # length of the whole run in steps, or in seconds with optim.max_minutes
+    total_length: float  # length of the whole run in steps, or in seconds with optim.max_minutes
     num_checkpoints: int  # number of checkpoints, evenly spaced over the run
     completed_steps: int  # number of completed steps
-    seconds: float  # duration of all completed steps together
+    completed_seconds: float  # duration of all completed steps together
 
     @property
     def completed_length(self) -> float:
         """The progress in the unit of `length`: the number of completed steps, or with
         optim.max_minutes the duration of these steps in seconds."""
-        return self.completed_steps if self.optim.max_minutes is None else self.seconds
+        return self.completed_steps if self.optim.max_minutes is None else self.completed_seconds
 
     @property
     def is_finished(self) -> bool:
         """Whether the run has reached its length."""
-        return self.completed_length >= self.length
+        return self.completed_length >= self.total_length
 
     @property
     def estimated_steps(self) -> int:
         """The expected number of steps of the whole run. With optim.max_minutes, it is estimated
         from the duration of the completed steps."""
         if self.completed_steps == 0:
-            return round(self.length)
+            return round(self.total_length)
         return max(
             self.completed_steps,
-            round(self.length / max(self.completed_length, 1e-9) * self.completed_steps),
+            round(self.total_length / max(self.completed_length, 1e-9) * self.completed_steps),
         )
 
     @property
     def learning_rate(self) -> float:
         """The learning rate of the next step."""
-        return cosine_learning_rate(self.optim, self.completed_length, self.length)
+        return cosine_learning_rate(self.optim, self.completed_length, self.total_length)
 
-    def advance(self, seconds: float) -> bool:
+    def advance(self, total_seconds: float) -> bool:
         """Count one completed step, and return whether a checkpoint is due now.
 
-        seconds: duration of all completed steps, including this one. The last checkpoint is due at
-        the end of the run.
+        total_seconds: duration of all completed steps, including this one. The last checkpoint is
+        due at the end of the run.
         """
         elapsed_before = self.completed_length
         self.completed_steps += 1
-        self.seconds = seconds
+        self.completed_seconds = total_seconds
         for i in range(self.num_checkpoints):
-            due_at = self.length * (i + 1) / self.num_checkpoints
+            due_at = self.total_length * (i + 1) / self.num_checkpoints
             if self.optim.max_minutes is None:
                 due_at = round(due_at)
             if elapsed_before < due_at <= self.completed_length:
@@ -138,7 +138,7 @@ class RunState:
         return load_frozen_target(self.config, self.device, self.decoding_dtype)
 
 
-def resume_schedule(
+def build_schedule(
     config: TrainConfig, num_sequences: int, folder: Path, step: int
 ) -> TrainingSchedule:
     """Return the schedule of a new or resumed run that has completed `step` steps.
@@ -195,7 +195,7 @@ def resolve_config(config: TrainConfig, device: torch.device) -> TrainConfig:
     if config.drafter.init is None:
         hf_config = load_config(config.target.path, config.target.trust_remote_code)
         build_drafter_config(config.drafter, None, hf_config.get_text_config())
-    check_head_training(config)
+    check_conditional_head_options(config)
     precision = run_on_first_process(lambda: resolve_precision(config, device))
     return replace(config, optim=replace(config.optim, precision=precision))
 
@@ -224,13 +224,13 @@ def complete_config(
     dist.all_reduce(memory_bytes, dist.ReduceOp.MIN)
 
     world_size = dist.get_world_size()
-    micro_batch_size, _ = split_batch(config, world_size)
+    micro_batch_size, _ = compute_micro_batch_sizes(config, world_size)
     return choose_gradient_checkpointing(
         config,
         StepSizes(config, target.config, micro_batch_size),
         world_size,
         target.dtype.itemsize,
-        compute_dtype(config, device).itemsize,
+        get_drafter_matmul_dtype(config, device).itemsize,
         device.type == "cuda",
         memory_bytes.item(),
     )
@@ -245,7 +245,7 @@ def resolve_precision(config: TrainConfig, device: torch.device) -> str:
         with suppress(ValueError, OSError, KeyError):
             recorded_config = json.loads((run / RUN_CONFIG_FILE).read_text())
             return recorded_config["optim"]["precision"]
-    return str(compute_dtype(config, device)).removeprefix("torch.")
+    return str(get_drafter_matmul_dtype(config, device)).removeprefix("torch.")
 
 
 def use_recorded_defaults(config: TrainConfig) -> DrafterConfig:
@@ -343,7 +343,7 @@ def describe_run(
     anchor_limit = ""
     if config.anchors_per_document:
         anchor_limit = f" and at most {config.anchors_per_document} per document"
-    precision = str(compute_dtype(config, device)).removeprefix("torch.")
+    precision = str(get_drafter_matmul_dtype(config, device)).removeprefix("torch.")
     run_line = (
         f"run        {describe_run_length(config, num_sequences)} of {config.optim.batch_size} "
         f"rows, {config.anchors_per_sequence} blocks per row{anchor_limit}, matmuls in {precision}"

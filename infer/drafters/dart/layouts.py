@@ -4,7 +4,7 @@ key `draft_length` and no `dart_config`; this project's format has the object `d
 from collections.abc import Collection
 from typing import Any
 
-from infer.drafters.config_keys import CheckedKeys, ParsedConfig, first_architecture
+from infer.drafters.config_keys import ParsedConfig, ValidConfigEntries, first_architecture
 from infer.drafters.families import Family
 from infer.drafters.heads.table import read_head_config
 from infer.drafters.key_rules import REQUIRED_SIZE_KEYS
@@ -21,7 +21,7 @@ def default_layer_ids(target_layers: int, layers: int = 1) -> list[int]:
 
 
 def check_required_keys(
-    keys: CheckedKeys, is_project_layout: bool, target_layers: int | None
+    keys: ValidConfigEntries, is_project_layout: bool, target_layers: int | None
 ) -> None:
     """Add a sentence to `keys.problems` for each required key that is missing, and one if the
     drafter has more than one layer.
@@ -44,7 +44,9 @@ def check_required_keys(
         )
 
 
-def read_project_family_config(keys: CheckedKeys, target_layers: int | None) -> dict[str, Any]:
+def read_project_family_config(
+    keys: ValidConfigEntries, target_layers: int | None
+) -> dict[str, Any]:
     """Return the content of `dart_config` from a config.json in this project's format.
 
     `target_layers` is the target's number of layers, None if unknown.
@@ -69,7 +71,7 @@ def read_config(
     if not is_project_layout and not is_published:
         return None
 
-    keys = CheckedKeys(raw, (family.config_key,), {"num_hidden_layers": 1})
+    keys = ValidConfigEntries(raw, (family.config_key,), {"num_hidden_layers": 1})
     layers = keys.get("num_target_layers", target_layers)
     check_required_keys(keys, is_project_layout, layers)
     parsed = ParsedConfig("DART", family, {}, keys.problems, warnings=keys.warnings)
@@ -100,7 +102,7 @@ def read_config(
     parsed.unused_tensors |= {"t2d", "embed_tokens.weight"}
     if "draft_vocab_size" not in options:
         parsed.unused_tensors.add("d2t")
-    parsed.padded_vocab_size = keys.padded_rows
+    parsed.padded_vocab_size = keys.padded_vocab_rows
     parsed.config_kwargs = {
         **options,
         **family.build_config_entries(family_config),

@@ -40,7 +40,7 @@ from infer.attention.kv_cache import KVCache
 from infer.attention.masks import AttentionMask
 from infer.config import DrafterConfig
 from infer.drafters.base import Drafter
-from infer.drafters.build import build_feature_layer_keys
+from infer.drafters.build import build_feature_layer_config
 from infer.drafters.dart import layouts
 from infer.drafters.families import DRAFTER_FAMILIES
 from infer.drafters.initial_weights import init_projection_to_select_layer
@@ -63,7 +63,7 @@ class DARTLayer(DrafterLayer):
     """DART's decoder layer. The input of its attention, (..., 2 * hidden_size), is the embedding of
     the next token, concatenated with the projected hidden states of the target."""
 
-    drafter_only_prefixes = ("input_layernorm.", "mask_rep")
+    drafter_only_tensor_prefixes = ("input_layernorm.", "mask_rep")
 
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__(config, 2 * config.hidden_size, config.dart_config["qk_norm"])
@@ -103,7 +103,7 @@ class DARTLayer(DrafterLayer):
                 weights[name] = torch.cat([torch.zeros_like(weight), weight], dim=1)
         return weights
 
-    def build_blocks(
+    def build_block_states_and_inputs(
         self, projected: torch.Tensor, first_inputs: torch.Tensor, num_masks: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Build the inputs of drafted blocks. A block consists of one first slot (input position)
@@ -171,7 +171,7 @@ class DART(Drafter):
         self.midlayer = DARTLayer(config)
         self.norm = nn.RMSNorm(hidden_size, eps=config.rms_norm_eps)
         self.add_embedding_and_head(embedding=False, head=True)
-        self.add_conditional_head()
+        self.add_conditional_and_confidence_heads()
 
     @staticmethod
     def choose_warm_start_layers(
@@ -204,7 +204,7 @@ class DART(Drafter):
             for index in get_attention_layer_ids(target_config)[:1]:
                 names = dict(target_layers[index].named_parameters())
                 qk_norm = "self_attn.q_norm.weight" in names
-        family_config = build_feature_layer_keys(options, target_config)
+        family_config = build_feature_layer_config(options, target_config)
         return family_config | {"shifted": True, "qk_norm": qk_norm}
 
     def apply_final_norm(self, states: torch.Tensor) -> torch.Tensor:
@@ -298,7 +298,7 @@ class DART(Drafter):
         def run_layer(projected: torch.Tensor) -> torch.Tensor:
             inputs = self.midlayer.prepare_attention_inputs(projected, next_embeddings)
             keys_values = self.midlayer.self_attn.project_keys_values(inputs, *context_rotary)
-            states, block_inputs = self.midlayer.build_blocks(
+            states, block_inputs = self.midlayer.build_block_states_and_inputs(
                 gather_first_slots(projected), gather_first_slots(inputs), self.num_queries - 1
             )
             attend = partial(attend_packed_context, keys_values, mask)
@@ -394,6 +394,8 @@ class DART(Drafter):
         projected = self.fc(pending_features[:, None])  # (B, 1, D)
         embedded = target.embed(bonus)[:, None].to(pending_features.dtype)
         first_inputs = self.midlayer.prepare_attention_inputs(projected, embedded)
-        states, inputs = self.midlayer.build_blocks(projected, first_inputs, self.num_queries - 1)
-        attend = partial(attend_cached_context, position.cache_window, 0, mask)
+        states, inputs = self.midlayer.build_block_states_and_inputs(
+            projected, first_inputs, self.num_queries - 1
+        )
+        attend = partial(attend_cached_context, position.cache_view, 0, mask)
         return self.normalize_for_head(self.midlayer(states, position.rotary, attend, inputs))

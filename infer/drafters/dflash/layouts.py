@@ -10,7 +10,7 @@ checkpoints have the additional flag `causal_head`, and NeMo Automodel's have an
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from infer.drafters.config_keys import CheckedKeys, ParsedConfig, first_architecture
+from infer.drafters.config_keys import ParsedConfig, ValidConfigEntries, first_architecture
 from infer.drafters.families import Family
 from infer.drafters.heads.table import read_head_config
 from infer.drafters.key_rules import CAUSAL_KEYS, REQUIRED_SIZE_KEYS
@@ -196,7 +196,7 @@ def read_config(
         return None
 
     objects = (family.config_key, "treeflash_config", "transformer_layer_config")
-    keys = CheckedKeys(raw, objects, layout.defaults, layout.key_names)
+    keys = ValidConfigEntries(raw, objects, layout.defaults, layout.key_names)
     if layout.name not in ("speculators", "transformers", "TorchSpec"):
         layout = LAYOUTS_BY_PROJECTOR_TYPE.get(keys.get("projector_type", ""), layout)
     if layout is CHECKPOINT_LAYOUTS_BY_DRAFTER_ARCHITECTURE[TRANSFORMERS_DRAFTER_ARCHITECTURE]:
@@ -226,14 +226,14 @@ def read_config(
     counts_feature_layers = layers == len(layer_ids) <= max(layer_ids) - layout.first_layer_id
     if layout.name == "TorchSpec" or counts_feature_layers:
         layers = keys.get("target_num_hidden_layers", target_layers)
-    set_options_and_tensor_names(parsed, family, keys, layout, tensors, layers)
+    fill_parsed_config(parsed, family, keys, layout, tensors, layers)
     return parsed
 
 
-def set_options_and_tensor_names(
+def fill_parsed_config(
     parsed: ParsedConfig,
     family: Family,
-    keys: CheckedKeys,
+    keys: ValidConfigEntries,
     layout: CheckpointLayout,
     tensors: Collection[str],
     layers: int | None,
@@ -245,7 +245,7 @@ def set_options_and_tensor_names(
     names of the checkpoint's tensors. `layers` is the target's number of layers, None if unknown.
     """
     options = keys.read_transformer_config()
-    head_config = read_conditional_head(keys, layout, tensors)
+    head_config = read_head_and_anchor_config(keys, layout, tensors)
     if keys["block_size"] == 1 and "sample_from_anchor" not in head_config:
         keys.add_problem("block_size", "is 1, expected 2 or more")
 
@@ -264,7 +264,7 @@ def set_options_and_tensor_names(
     parsed.unused_tensors.add("t2d")  # t2d (which target tokens can be drafted) follows from d2t
     if "draft_vocab_size" not in options:
         parsed.unused_tensors.add("d2t")
-    parsed.padded_vocab_size = keys.padded_rows
+    parsed.padded_vocab_size = keys.padded_vocab_rows
     if layout.name == "speculators":
         parsed.unused_tensors |= {"verifier_lm_head.weight", "verifier_norm.weight"}
 
@@ -286,7 +286,7 @@ def set_options_and_tensor_names(
     }
 
 
-def read_convolutions(keys: CheckedKeys, hidden_size: int) -> dict[str, int]:
+def read_convolutions(keys: ValidConfigEntries, hidden_size: int) -> dict[str, int]:
     """Return the config.json entries that describe DFlash 2's convolutions; {} if there are
     none."""
     if not keys.get("conv_kernel_size"):
@@ -300,7 +300,7 @@ def read_convolutions(keys: CheckedKeys, hidden_size: int) -> dict[str, int]:
 
 
 def warn_of_default_last_tap(
-    parsed: ParsedConfig, keys: CheckedKeys, layout: CheckpointLayout
+    parsed: ParsedConfig, keys: ValidConfigEntries, layout: CheckpointLayout
 ) -> None:
     """Add a warning to `parsed` if config.json does not say whether the drafter reads the target's
     last layer before or after the final norm."""
@@ -314,8 +314,8 @@ def warn_of_default_last_tap(
     )
 
 
-def read_conditional_head(
-    keys: CheckedKeys, layout: CheckpointLayout, tensors: Collection[str]
+def read_head_and_anchor_config(
+    keys: ValidConfigEntries, layout: CheckpointLayout, tensors: Collection[str]
 ) -> dict[str, Any]:
     """Return the config.json entries that describe the conditional head (it makes a token's score
     depend on the drafted tokens before it).
@@ -357,7 +357,7 @@ def read_conditional_head(
 
 
 def read_causal_flag(
-    keys: CheckedKeys, layout: CheckpointLayout, options: dict[str, Any]
+    keys: ValidConfigEntries, layout: CheckpointLayout, options: dict[str, Any]
 ) -> dict[str, bool]:
     """Return {"causal": value} if config.json makes all layers causal, or all not causal, within
     the block; else {}.

@@ -38,7 +38,7 @@ from infer.attention.kv_cache import KVCache
 from infer.attention.masks import AttentionMask
 from infer.config import DrafterConfig
 from infer.drafters.base import Drafter
-from infer.drafters.build import build_feature_layer_keys, choose_mask_token
+from infer.drafters.build import build_feature_layer_config, choose_mask_token
 from infer.drafters.dflash import layouts, writers
 from infer.drafters.families import DRAFTER_FAMILIES
 from infer.drafters.initial_weights import init_projection_to_select_layer
@@ -141,7 +141,7 @@ class DFlashLayer(DrafterLayer):
     """A decoder layer of DFlash. If the config has convolutions, one is applied before and one
     after attention, and one before and one after the MLP."""
 
-    drafter_only_prefixes = (
+    drafter_only_tensor_prefixes = (
         "attention_conv.",
         "mlp_conv.",
         "self_attn.k_proj_target.",
@@ -179,8 +179,8 @@ class DFlashState(DrafterState):
 
     # runs the layers; None for drafters with convolutions, which no kernel supports
     decoder: KernelDecoder | None
-    # the function that `DFlash.build_context_projection` returns
-    project_context: Callable[[torch.Tensor], torch.Tensor]
+    # the function that `DFlash.build_context_kv_projection` returns
+    project_context_keys_values: Callable[[torch.Tensor], torch.Tensor]
     key_norm: RMSNormWeights  # norms of the keys; the weight is (layers, key heads, head size)
 
 
@@ -193,12 +193,12 @@ class DFlash(Drafter):
 
     family = DRAFTER_FAMILIES["dflash"]
     export_writers = {
-        "dflash": writers.write_public,
-        "dflash2": writers.write_dflash2,
-        "dspark": writers.write_dspark,
-        "specforge": writers.write_specforge,
-        "speculators": writers.write_speculators,
-        "transformers": writers.write_transformers,
+        "dflash": writers.convert_to_public_format,
+        "dflash2": writers.convert_to_dflash2_format,
+        "dspark": writers.convert_to_dspark_format,
+        "specforge": writers.convert_to_specforge_format,
+        "speculators": writers.convert_to_speculators_format,
+        "transformers": writers.convert_to_transformers_format,
     }
     read_config = staticmethod(layouts.read_config)
 
@@ -232,7 +232,7 @@ class DFlash(Drafter):
         self.layers = nn.ModuleList(DFlashLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(hidden_size, eps=config.rms_norm_eps)
         self.add_embedding_and_head(config.has_embed_tokens, config.has_lm_head)
-        self.add_conditional_head()
+        self.add_conditional_and_confidence_heads()
 
     @property
     def typed_layers(self) -> list[DFlashLayer]:
@@ -301,7 +301,7 @@ class DFlash(Drafter):
         if options.sample_from_anchor:
             num_slots -= 1
         family_config: dict[str, Any] = {"block_size": num_slots, "mask_token_id": mask_token_id}
-        family_config |= build_feature_layer_keys(options, target_config)
+        family_config |= build_feature_layer_config(options, target_config)
         if options.conv_kernel_size:
             group_size = math.gcd(target_config.hidden_size, MAX_CONVOLUTION_GROUP_SIZE)
             family_config["conv_kernel_size"] = options.conv_kernel_size
@@ -454,7 +454,9 @@ class DFlash(Drafter):
         decoder = None
         if not layers[0].has_convolutions:
             decoder = self.build_decoder()
-        return DFlashState(cache, rotary_tables, decoder, self.build_context_projection(), key_norm)
+        return DFlashState(
+            cache, rotary_tables, decoder, self.build_context_kv_projection(), key_norm
+        )
 
     def build_decoder(self) -> KernelDecoder:
         """Convert the layers to a `KernelDecoder`, which runs them in decoding.
@@ -474,7 +476,7 @@ class DFlash(Drafter):
         final_norm = RMSNormWeights(self.norm.weight.detach(), self.config.rms_norm_eps)
         return select_decoder_class(layers, kernels)(kernels, layers, final_norm)
 
-    def build_context_projection(self) -> Callable[[torch.Tensor], torch.Tensor]:
+    def build_context_kv_projection(self) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return a function that computes the keys and values of the context in all layers, before
         the key norm and rotary embeddings.
 
@@ -554,7 +556,7 @@ class DFlash(Drafter):
                 )
             return
 
-        keys_values = state.project_context(features.flatten(0, 1))
+        keys_values = state.project_context_keys_values(features.flatten(0, 1))
         keys_values = keys_values.view(rows * width, len(self.layers), 2 * cache.num_key_heads, -1)
         cache_window = cache.make_view(width)
         first_layer = cache_window.layer_views()[0]
@@ -581,7 +583,7 @@ class DFlash(Drafter):
             for index, pattern in enumerate(self.attention_patterns)
         }
         states = self.embed(target, self.build_block_ids(bonus))  # (B, slots, hidden size)
-        cache_window = position.cache_window
+        cache_window = position.cache_view
         if state.decoder is None:
             for index, layer in enumerate(self.layers):
                 mask = masks[str(self.pattern_of_layer[index])]

@@ -48,7 +48,7 @@ SPECULATORS_CLASS_BY_TYPE = {
 SPECULATORS_KEY_PREFIXES = ("markov_", "selector_", "conv_", "xpress_", "num_jacobi_")
 
 
-def write_public(
+def convert_to_public_format(
     drafter: Drafter, target: Target | None, config: Config, weights: Weights
 ) -> tuple[Config, Weights]:
     """Return `config` and `weights` unchanged: they are already in the format of the DFlash
@@ -56,7 +56,7 @@ def write_public(
     return config, weights
 
 
-def write_dflash2(
+def convert_to_dflash2_format(
     drafter: Drafter, target: Target | None, config: Config, weights: Weights
 ) -> tuple[Config, Weights]:
     """Return the content of config.json and the tensors in the format of DFlash 2's authors.
@@ -101,7 +101,7 @@ def build_selector_keys(drafter: Drafter) -> tuple[Config, Weights]:
     return keys, tensors
 
 
-def write_dspark(
+def convert_to_dspark_format(
     drafter: Drafter, target: Target | None, config: Config, weights: Weights
 ) -> tuple[Config, Weights]:
     """Return the content of config.json and the tensors in DeepSpec's format of DSpark drafters,
@@ -120,7 +120,7 @@ def write_dspark(
     return config | build_confidence_config(family_config), weights
 
 
-def write_specforge(
+def convert_to_specforge_format(
     drafter: Drafter, target: Target | None, config: Config, weights: Weights
 ) -> tuple[Config, Weights]:
     """Return the content of config.json and the tensors of a DSpark or Domino drafter in
@@ -170,7 +170,7 @@ def rename_for_layout(weights: Weights, layout: CheckpointLayout) -> Weights:
     return {layout_names.get(name, name): tensor for name, tensor in weights.items()}
 
 
-def write_transformers(
+def convert_to_transformers_format(
     drafter: Drafter, target: Target | None, public_config: Config, weights: Weights
 ) -> tuple[Config, Weights]:
     """Return the content of config.json and the tensors in the format of transformers' own drafter
@@ -270,7 +270,7 @@ def build_speculators_config(
     return layout_config
 
 
-def write_speculators(
+def convert_to_speculators_format(
     drafter: Drafter, target: Target, public_config: Config, weights: Weights
 ) -> tuple[Config, Weights]:
     """Return the content of config.json and the tensors in speculators' format.

@@ -44,7 +44,7 @@ class HeadOutput(NamedTuple):
     head_input: torch.Tensor  # (..., hidden size): input of the language model head
     # (..., rank): `correction_matrix` maps it to a correction of the logits; None if the head
     # corrects no logits
-    correction: torch.Tensor | None = None
+    low_rank_correction: torch.Tensor | None = None
     # (..., state size): state of a recurrent head, the input for the next drafted position; None
     # for other heads
     recurrent_state: torch.Tensor | None = None

@@ -95,10 +95,10 @@ class ConditionalDraft:
         self.max_queries = max(1, max_scores // (len(bonus) * vocabulary_size))
         # number of candidate tokens per drafted position
         self.num_candidates = min(candidates, self.head.top_k or candidates, vocabulary_size)
-        self.columns = self._choose_candidates()  # (B, drafted positions, candidates)
+        self.columns = self._choose_candidate_columns()  # (B, drafted positions, candidates)
         self.tokens = self.vocabulary.columns_to_ids(self.columns)
 
-    def _choose_candidates(self) -> torch.Tensor:
+    def _choose_candidate_columns(self) -> torch.Tensor:
         """Return the candidates of each drafted position, (B, drafted positions, num_candidates):
         the likeliest tokens by the scores without the head, as column indices of the scores."""
         if self.transform is None:
@@ -112,7 +112,7 @@ class ConditionalDraft:
         ]
         return torch.cat(columns, 1)
 
-    def score_queries(
+    def score_all_tokens_after(
         self,
         slots: torch.Tensor,
         previous_tokens: torch.Tensor,
@@ -143,13 +143,15 @@ class ConditionalDraft:
         `base_scores` are the scores without the head, broadcast to the result's shape. They are
         ignored if the head corrects no logits but changes the input of the language model head.
         """
-        if output.correction is None:
+        if output.low_rank_correction is None:
             return self.drafter.compute_logits(self.target, output.head_input)
         matrix = self.head.correction_matrix
         assert matrix is not None
-        return F.linear(output.correction.to(matrix.dtype), matrix).float().add_(base_scores)
+        return (
+            F.linear(output.low_rank_correction.to(matrix.dtype), matrix).float().add_(base_scores)
+        )
 
-    def score_candidates(
+    def compute_candidate_log_probs(
         self,
         slots: torch.Tensor,
         previous_tokens: torch.Tensor,
@@ -159,7 +161,7 @@ class ConditionalDraft:
         the recurrent state after the previous tokens (None if the head is not recurrent).
 
         A query is a drafted position with a token before it. The arguments are explained in
-        `score_queries`.
+        `score_all_tokens_after`.
         """
         log_probs = []
         next_states = []
@@ -168,7 +170,7 @@ class ConditionalDraft:
             state_chunk = None
             if recurrent_state is not None:
                 state_chunk = recurrent_state[:, chunk]
-            scores, next_state = self.score_queries(
+            scores, next_state = self.score_all_tokens_after(
                 slots[chunk], previous_tokens[:, chunk], state_chunk
             )
             log_probs.append(scores.log_softmax(-1).gather(2, self.columns[:, slots[chunk]]))
@@ -187,7 +189,7 @@ class ConditionalDraft:
         Not available for recurrent heads.
         """
         # (B, 1, 1, candidates)
-        first_slot = self._score_slots(slice(0, 1), self.bonus[:, None, None])
+        first_slot = self._compute_slot_log_probs(slice(0, 1), self.bonus[:, None, None])
         max_queries = self.max_queries
         if self.choice_columns is not None and self.transform is None:
             # Everything fits at once, because only `top_k` tokens per query are scored.
@@ -202,13 +204,15 @@ class ConditionalDraft:
             previous_tokens = self.tokens[:, start - 1 : slots.stop - 1]
             chunk_size = max(1, max_queries // previous_tokens.shape[1])
             chunks = previous_tokens.split(chunk_size, dim=2)
-            later_slots.append(torch.cat([self._score_slots(slots, chunk) for chunk in chunks], 2))
+            later_slots.append(
+                torch.cat([self._compute_slot_log_probs(slots, chunk) for chunk in chunks], 2)
+            )
 
         if not later_slots:
             return CandidateLogProbs(first_slot[:, 0, 0], first_slot[:, 1:])
         return CandidateLogProbs(first_slot[:, 0, 0], torch.cat(later_slots, 1))
 
-    def _score_slots(self, slots: slice, previous_tokens: torch.Tensor) -> torch.Tensor:
+    def _compute_slot_log_probs(self, slots: slice, previous_tokens: torch.Tensor) -> torch.Tensor:
         """Return the log-probabilities of the candidates of several drafted positions, for several
         alternative tokens before each position.
 
@@ -226,8 +230,10 @@ class ConditionalDraft:
             # need scores. The first of these tokens are the candidates.
             choices = self.choice_columns[:, slots]  # (B, positions, top_k)
             matrix = self.head.correction_matrix
-            assert matrix is not None and output.correction is not None
-            correction = output.correction.to(matrix.dtype) @ matrix[choices].transpose(2, 3)
+            assert matrix is not None and output.low_rank_correction is not None
+            correction = output.low_rank_correction.to(matrix.dtype) @ matrix[choices].transpose(
+                2, 3
+            )
             scores = self.base_scores[:, slots].gather(2, choices)[:, :, None] + correction
             return scores.float().log_softmax(-1)[..., : self.num_candidates]
 
@@ -249,7 +255,7 @@ class ConditionalDraft:
             return self.candidate_log_probs.first_slot[:, None], None
         slots = torch.zeros(1, dtype=torch.long, device=self.bonus.device)
         initial_state = self.head.initial_state(self.bonus, self.all_states)
-        return self.score_candidates(slots, self.bonus[:, None], initial_state)
+        return self.compute_candidate_log_probs(slots, self.bonus[:, None], initial_state)
 
     def compute_next_log_probs(
         self, slot: int, last_candidate_indices: torch.Tensor, recurrent_state: torch.Tensor | None
@@ -266,7 +272,7 @@ class ConditionalDraft:
             indices = last_candidate_indices[..., None].expand(-1, -1, self.tokens.shape[-1])
             return self.candidate_log_probs.later_slots[:, slot - 1].gather(1, indices), None
         previous_tokens = self.tokens[:, slot - 1].gather(1, last_candidate_indices)
-        return self.score_candidates(
+        return self.compute_candidate_log_probs(
             torch.full_like(last_candidate_indices[0], slot), previous_tokens, recurrent_state
         )
 
@@ -279,7 +285,7 @@ class ConditionalDraft:
         """
         chooses_candidates = self.tokens.shape[2] == self.head.top_k
         if self.choice_columns is not None and not self.recurrent and chooses_candidates:
-            return self._chain_from_table(length)
+            return self._read_greedy_chain_from_table(length)
 
         previous_tokens = self.bonus[:, None]
         all_scores = []
@@ -288,7 +294,9 @@ class ConditionalDraft:
         recurrent_state = self.head.initial_state(self.bonus, self.all_states)
         for slot in range(length):
             slots = torch.full_like(previous_tokens[0], slot)
-            scores, recurrent_state = self.score_queries(slots, previous_tokens, recurrent_state)
+            scores, recurrent_state = self.score_all_tokens_after(
+                slots, previous_tokens, recurrent_state
+            )
             best_score, column = scores.max(-1)  # (B, 1)
             previous_tokens = self.vocabulary.columns_to_ids(column)
             all_scores.append(scores)  # (B, 1, tokens)
@@ -301,7 +309,7 @@ class ConditionalDraft:
         log_probs = (torch.cat(best_scores, 1) - normalizers).clamp(max=0)
         return torch.cat(tokens, 1), log_probs
 
-    def _chain_from_table(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _read_greedy_chain_from_table(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the tokens and log-probabilities that `chain` returns, read from `table` (the
         log-probabilities of candidates).
 

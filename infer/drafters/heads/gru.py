@@ -60,7 +60,9 @@ class GRUHead(ConditionalHead):
         state_before = recurrent_state.reshape(1, -1, recurrent_state.shape[-1])
         _, state_after = self.prefix_gru(inputs, state_before)
         state_after = state_after.view(recurrent_state.shape)
-        return HeadOutput(states, self._compute_correction(states, state_after, slots), state_after)
+        return HeadOutput(
+            states, self._compute_low_rank_correction(states, state_after, slots), state_after
+        )
 
     def teacher_force(
         self, embed_and_norm: EmbedAndNorm, states: torch.Tensor, previous_tokens: torch.Tensor
@@ -73,10 +75,10 @@ class GRUHead(ConditionalHead):
         recurrent_states, _ = self.prefix_gru(embedded)  # (blocks, drafted positions, state size)
         states = states[:, -length:]
         slots = torch.arange(length, device=previous_tokens.device)
-        correction = self._compute_correction(states, recurrent_states, slots)
+        correction = self._compute_low_rank_correction(states, recurrent_states, slots)
         return HeadOutput(states, correction, recurrent_states)
 
-    def _compute_correction(
+    def _compute_low_rank_correction(
         self, states: torch.Tensor, recurrent_states: torch.Tensor, slots: torch.Tensor
     ) -> torch.Tensor:
         """Return the corrections (..., rank) of the logits. They are zero for drafted positions

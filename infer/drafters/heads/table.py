@@ -53,10 +53,10 @@ class HeadSpec:
     adds_to_logits: bool = True
     # Names of tensors with one row per token. AdamW trains these tensors even if the optimizer Muon
     # is used for the other matrices.
-    token_tables: tuple[str, ...] = ()
+    token_table_names: tuple[str, ...] = ()
 
     @property
-    def options(self) -> set[str]:
+    def option_names(self) -> set[str]:
         """Names of the fields of `infer.config.HeadConfig` that the head reads, except `name`."""
         return {key.option_name for key in self.config_keys if key.option_name}
 
@@ -90,7 +90,7 @@ _HEAD_SPECS = (
                 optional=True,
             ),
         ),
-        token_tables=("markov_w1.weight", "markov_w2.weight"),
+        token_table_names=("markov_w1.weight", "markov_w2.weight"),
     ),
     HeadSpec(
         "selector",
@@ -102,7 +102,7 @@ _HEAD_SPECS = (
             HeadConfigKey("selector_rank", "rank", minimum=0),
             HeadConfigKey("selector_top_k", "top_k", 16, minimum=0),
         ),
-        token_tables=("predecessor_codebook", "successor_codebook"),
+        token_table_names=("predecessor_codebook", "successor_codebook"),
     ),
     HeadSpec(
         "swiglu",
@@ -127,7 +127,7 @@ _HEAD_SPECS = (
             HeadConfigKey("gru_hidden_dim", "hidden_size", 1024, new_drafter_value=1024, minimum=0),
             HeadConfigKey("pure_draft_prefix_len", default=0, new_drafter_value=1, minimum=0),
         ),
-        token_tables=("embed_proj.2.weight",),
+        token_table_names=("embed_proj.2.weight",),
     ),
     HeadSpec(
         "xpress",
@@ -142,11 +142,13 @@ _HEAD_SPECS = (
             # directly what these passes converge to.
             HeadConfigKey("num_jacobi_passes", default=6, new_drafter_value=6, minimum=0),
         ),
-        token_tables=("token_embed.weight", "readout.weight"),
+        token_table_names=("token_embed.weight", "readout.weight"),
     ),
 )
 CONDITIONAL_HEADS = {spec.name: spec for spec in _HEAD_SPECS}
-HEAD_TOKEN_TABLE_WEIGHT_NAMES = tuple(name for spec in _HEAD_SPECS for name in spec.token_tables)
+HEAD_TOKEN_TABLE_WEIGHT_NAMES = tuple(
+    name for spec in _HEAD_SPECS for name in spec.token_table_names
+)
 
 
 def find_head_spec(family_config: Mapping[str, Any]) -> HeadSpec | None:
@@ -204,19 +206,20 @@ def read_head_options(family_config: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def read_head_config(config_keys: Mapping[str, Any]) -> dict[str, Any]:
+def read_head_config(config_entries: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config.json entries that describe the conditional head, with defaults for missing
     keys; {} for no head.
 
-    `config_keys` are all valid entries of config.json, an `infer.drafters.config_keys.CheckedKeys`.
+    `config_entries` are all valid entries of config.json, an
+    `infer.drafters.config_keys.CheckedKeys`.
     """
-    spec = find_head_spec(config_keys)
+    spec = find_head_spec(config_entries)
     if spec is None:
         return {}
     return {
-        key.name: config_keys.get(key.name, key.default)
+        key.name: config_entries.get(key.name, key.default)
         for key in spec.config_keys
-        if key.name in config_keys or not key.optional
+        if key.name in config_entries or not key.optional
     }
 
 
@@ -234,12 +237,14 @@ def check_head_options(options: Any) -> None:
 
     read_options = {"name"}
     if spec is not None:
-        read_options |= spec.options
+        read_options |= spec.option_names
     defaults = vars(type(options)())
     for name, value in vars(options).items():
         if name in read_options or value == defaults[name]:
             continue
-        heads = " or ".join(f"head={other.name}" for other in _HEAD_SPECS if name in other.options)
+        heads = " or ".join(
+            f"head={other.name}" for other in _HEAD_SPECS if name in other.option_names
+        )
         raise ValueError(
             f"drafter.head.{name}={value} is an option of {heads}, not of head={options.name}; "
             "remove it"

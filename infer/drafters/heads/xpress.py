@@ -94,7 +94,7 @@ class XPressHead(ConditionalHead):
         mean = states.mean(1, keepdim=True).expand_as(states)
         return torch.cat([self.down_h(states), self.down_g(mean)], -1)
 
-    def compute_correction(self, mixed: torch.Tensor) -> torch.Tensor:
+    def compute_low_rank_correction(self, mixed: torch.Tensor) -> torch.Tensor:
         """Return c_k + Wd (silu(Wg c_k) * Wu c_k), in the notation of the module docstring, for the
         vectors c_k in `mixed` (..., rank)."""
         return mixed + self.mlp_down(F.silu(self.mlp_gate(mixed)) * self.mlp_up(mixed))
@@ -121,7 +121,7 @@ class XPressHead(ConditionalHead):
         weights = self.compute_mixing_weights(mixed.shape[-2])[slots]  # (..., slots, rank)
         mixed = mixed + weights * self.project_tokens(previous_tokens)[..., None, :]
         slot_mixed = mixed.take_along_dim(slots[..., None, None], -2)[..., 0, :]  # (..., rank)
-        return HeadOutput(states, self.compute_correction(slot_mixed), mixed.flatten(-2))
+        return HeadOutput(states, self.compute_low_rank_correction(slot_mixed), mixed.flatten(-2))
 
     def teacher_force(
         self, embed_and_norm: EmbedAndNorm, states: torch.Tensor, previous_tokens: torch.Tensor
@@ -133,7 +133,7 @@ class XPressHead(ConditionalHead):
         tokens = torch.cat([previous_tokens[:, :1], previous_tokens], 1)[:, -slots:]
         x = self.in_proj(torch.cat([self.project_states(states), self.token_embed(tokens)], -1))
         mixed = torch.einsum("gjr,jkr->gkr", x, self.compute_mixing_weights(slots))
-        correction = self.compute_correction(mixed[:, self.first_draft_slot :])
+        correction = self.compute_low_rank_correction(mixed[:, self.first_draft_slot :])
         return HeadOutput(states[:, self.first_draft_slot :], correction)
 
     def init_weights(self, generator: torch.Generator) -> None:

@@ -10,7 +10,7 @@ import torch
 from data.rows import DataConfig
 from infer import save_drafter
 from infer.api import decode_prompts
-from infer.cli.compare import CompareCommand, find_run_name, run as run_compare
+from infer.cli.compare import CompareCommand, get_drafter_label, run as run_compare
 from infer.cli.ngram import NgramCommand, run as run_ngram
 from infer.config import DecodeOptions, DrafterConfig, EvaluationConfig, TargetConfig
 from infer.drafters.build import create_drafter
@@ -135,11 +135,11 @@ def test_every_drafter_is_evaluated_with_every_tree_method(
 
 def test_checkpoints_have_the_names_of_their_runs():
     assert (
-        find_run_name("runs/mine/checkpoints/best")
-        == find_run_name("/a/mine/checkpoints/step-00000003")
+        get_drafter_label("runs/mine/checkpoints/best")
+        == get_drafter_label("/a/mine/checkpoints/step-00000003")
         == "mine"
     )
-    assert find_run_name("some/folder") == "folder"
+    assert get_drafter_label("some/folder") == "folder"
     with pytest.raises(ValueError, match="same run name"):
         CompareCommand(["runs/a/checkpoints/best", "runs/a/checkpoints/step-1"]).check()
     with pytest.raises(ValueError, match="checkpoints is empty"):

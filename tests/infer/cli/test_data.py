@@ -5,7 +5,7 @@ import json
 import pytest
 
 from infer.cli.data import DataCommand, run
-from infer.utils.hydra_app import compose_options as composed
+from infer.utils.hydra_app import compose_checked_options as composed
 
 
 def test_examples_are_counted_and_shown_with_the_learnt_text(tmp_path, capsys):

@@ -16,20 +16,24 @@ from infer import Engine, Target, load_drafter, save_drafter
 from infer.api import decode_prompts
 from infer.cli.doctor import DoctorCommand, run as run_doctor
 from infer.config import DecodeOptions, EngineConfig, HeadConfig
-from infer.doctor.comparison import EngineMeasurement, count_difference, is_significantly_lower
+from infer.doctor.comparison import (
+    EngineMeasurement,
+    is_significantly_lower,
+    sum_absolute_count_differences,
+)
 from infer.doctor.engines import choose_num_tokens_to_request, measure_engine, open_client
 from infer.doctor.examine import diagnose_drafter, format_diagnosis
 from infer.doctor.replay import (
     FeatureLayer,
     TargetStates,
-    compute_target_states,
+    compute_features_and_agreement,
     find_next_norm,
     replay_chains,
 )
 from infer.doctor.variations import copy_with_config, list_feature_layers, share_first_key_norm
 from infer.evaluation.acceptance import (
     ACCEPTANCE_REFERENCE_FILE_NAME,
-    find_reference,
+    load_stored_reference,
     measure_reference,
 )
 from infer.evaluation.card import write_card
@@ -69,7 +73,7 @@ def compute_states(
 ) -> TargetStates:
     prompts = [answer.prompt_ids for answer in reference.answers]
     answers = [answer.answer_ids for answer in reference.answers]
-    return compute_target_states(target, prompts, answers, feature_layers)
+    return compute_features_and_agreement(target, prompts, answers, feature_layers)
 
 
 def make_engine_measurement(
@@ -82,7 +86,7 @@ def make_engine_measurement(
     texts = [target.tokenizer.decode(ids) for ids in answer_ids]
     prompt_tokens = [len(answer.prompt_ids) for answer in reference.answers]
     return EngineMeasurement(
-        "vLLM", texts, answer_ids, prompt_tokens, acceptance, acceptance, drafts_per_round=7.0
+        "vLLM", texts, answer_ids, prompt_tokens, acceptance, acceptance, draft_tokens_per_round=7.0
     )
 
 
@@ -90,9 +94,9 @@ def lengthen_prompts(engine: EngineMeasurement, reference: AcceptanceReference, 
     """Return the measurement of an engine that reads more tokens in its prompts."""
     lengths = [
         tokens + (9 if answer.chat or not chats_only else 0)
-        for tokens, answer in zip(engine.prompt_tokens, reference.answers, strict=True)
+        for tokens, answer in zip(engine.prompt_token_counts, reference.answers, strict=True)
     ]
-    return replace(engine, prompt_tokens=lengths)
+    return replace(engine, prompt_token_counts=lengths)
 
 
 def get_window(drafter) -> int | None:
@@ -125,7 +129,7 @@ def test_a_replay_equals_decoding_and_the_counters_of_a_server(
     replayed = replay_chains(embedded, drafter, states, feature_layers, drafter.block_size - 1)
     assert replayed == reference.acceptance_by_answer
     assert engine_measurement.acceptance_by_answer == reference.acceptance_by_answer
-    assert engine_measurement.drafts_per_round == 7
+    assert engine_measurement.draft_tokens_per_round == 7
 
     for engine, compared in ((engine_measurement, "its card and"), (None, "with its card.")):
         assert compared in diagnose_drafter(embedded, drafter, reference, engine).verdict
@@ -142,7 +146,7 @@ def test_causes_that_are_detected_directly(embedded, drafter, reference, engine_
 
     one_draft = replace(
         engine_measurement,
-        drafts_per_round=1.0,
+        draft_tokens_per_round=1.0,
         acceptance_by_answer=LOW_ACCEPTANCE,
         repeated_acceptance=LOW_ACCEPTANCE,
     )
@@ -200,7 +204,7 @@ def test_our_server_is_healthy_with_any_method(
     """An automatic budget may be 0 drafts, as it was on the machine of a user who followed the
     tutorial."""
     if budget == "auto":
-        monkeypatch.setattr("infer.engine.budget.AutoNodeBudget.choose_nodes", lambda *_: 0)
+        monkeypatch.setattr("infer.engine.budget.AutoNodeBudget.choose_num_nodes", lambda *_: 0)
     ngrams = str(drafter.ngram_path) if method == "continuity" else None
     engine = Engine(embedded, drafter, EngineConfig(method, budget, ngrams, max_num_seqs=1), 128)
     with running(engine) as (url, _), open_client(url) as client:
@@ -215,7 +219,7 @@ def test_our_server_is_healthy_with_any_method(
         measurement,
         engine="vLLM",
         incomparable_options="",
-        drafts_per_round=1.0,
+        draft_tokens_per_round=1.0,
         acceptance_by_answer=LOW_ACCEPTANCE,
         repeated_acceptance=LOW_ACCEPTANCE,
     )
@@ -307,9 +311,9 @@ def test_an_engines_bug_is_named(embedded, drafter, reference, cause):
 def test_acceptance_is_compared_answer_by_answer():
     expected = [AcceptanceCounts(20, [12, 5])] * 12
     noisy = [AcceptanceCounts(20 + (-1) ** i, [12 - (-1) ** i, 5]) for i in range(12)]
-    assert count_difference(expected, expected) == 0
-    assert count_difference(noisy, expected) == 24
-    assert count_difference([AcceptanceCounts.pool(noisy)], expected) == 0
+    assert sum_absolute_count_differences(expected, expected) == 0
+    assert sum_absolute_count_differences(noisy, expected) == 24
+    assert sum_absolute_count_differences([AcceptanceCounts.pool(noisy)], expected) == 0
     answer = replace(SMALL_REFERENCE.answers[0], acceptance=SMALL_REFERENCE.acceptance)
     with_counts = replace(SMALL_REFERENCE, answers=[answer])
     assert SMALL_REFERENCE.acceptance_by_answer == [SMALL_REFERENCE.acceptance]
@@ -346,7 +350,7 @@ def test_the_advice_for_a_changed_folder_says_what_to_write(
     altered = copy_with_config(drafter, {"sample_from_anchor": True})
     save_drafter(altered.config, altered.state_dict(), tmp_path)
     write_result(tmp_path / ACCEPTANCE_REFERENCE_FILE_NAME, reference)
-    assert find_reference(tmp_path) == reference
+    assert load_stored_reference(tmp_path) == reference
     with pytest.raises(SystemExit):
         run_doctor(DoctorCommand(checkpoint=str(tmp_path)))
     output = capsys.readouterr().out
@@ -366,7 +370,7 @@ def test_the_card_shows_the_acceptance_to_expect_of_an_engine(reference, tmp_pat
     rates = " | ".join(f"{100 * rate:.1f} %" for rate in reference.acceptance.acceptance_rates)
     assert f"| accepted in | {rates} |" in card
     assert "chat_template_kwargs" in card
-    assert find_reference(out) == reference
+    assert load_stored_reference(out) == reference
 
 
 SMALL_REFERENCE = AcceptanceReference(
@@ -404,7 +408,7 @@ def test_the_growth_of_counters_is_measured():
     assert measurement.engine == "vLLM"
     assert measurement.acceptance_by_answer == [AcceptanceCounts(10, [6, 1, 0])]
     assert measurement.repeated_acceptance == measurement.acceptance_by_answer
-    assert measurement.drafts_per_round == 3.0
+    assert measurement.draft_tokens_per_round == 3.0
     assert measurement.answer_ids == [[3, 4]]
     first, second = requests
     assert first["max_tokens"] == 3
@@ -453,7 +457,7 @@ def test_an_int8_targets_states_are_those_of_decoding(random_qwen3):
     prompt = list(range(20))
     options = DecodeOptions(40, method="plain", ignore_eos=True)
     [sequence] = decode_prompts(target, None, [prompt], options)
-    states = compute_target_states(target, [prompt], [sequence.ids], [FeatureLayer(5)])
+    states = compute_features_and_agreement(target, [prompt], [sequence.ids], [FeatureLayer(5)])
     cache = target.allocate_cache(1, 60)
     with cache.add_rows(1) as row:
         expected = [

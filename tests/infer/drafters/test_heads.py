@@ -126,8 +126,10 @@ def test_a_float32_head_accepts_bfloat16_states(make_drafter_with_head, head):
     expected = teacher_force_head(drafter, target, states.float(), previous_tokens)
     output = teacher_force_head(drafter, target, states, previous_tokens)
     assert torch.allclose(output.head_input.float(), expected.head_input, rtol=0.05, atol=0.1)
-    if expected.correction is not None:
-        assert torch.allclose(output.correction.float(), expected.correction, rtol=0.05, atol=0.1)
+    if expected.low_rank_correction is not None:
+        assert torch.allclose(
+            output.low_rank_correction.float(), expected.low_rank_correction, rtol=0.05, atol=0.1
+        )
 
 
 @pytest.mark.parametrize("noisy", [False, True])

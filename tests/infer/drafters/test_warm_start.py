@@ -7,7 +7,11 @@ from transformers import Qwen3_5TextConfig
 
 from infer.config import DrafterConfig
 from infer.drafters.build import create_drafter
-from infer.drafters.warm_start import compute_rotary_permutation, measure_mean_gates, remove_gates
+from infer.drafters.warm_start import (
+    compute_rotary_permutation,
+    fold_mean_gates_into_weights,
+    measure_mean_gates,
+)
 from infer.targets.support import get_attention_layer_ids
 
 HEAD_SIZE = 32
@@ -51,7 +55,7 @@ def test_a_layer_without_gates_equals_one_with_constant_gates(target):
         key_projection.unflatten(0, (2, HEAD_SIZE))[:, ROTATING_ENTRIES:] = 0
     drafter = create_random_drafter(target, layers=1)
     layer = drafter.layers[0]
-    layer.load_state_dict(remove_gates(target_layer, target))
+    layer.load_state_dict(fold_mean_gates_into_weights(target_layer, target))
 
     states = torch.randn(1, 7, 64)
     positions = torch.arange(3, 10)[None]

@@ -72,7 +72,7 @@ class Recording:
 def graphs(monkeypatch):
     """Make engines use recorded graphs and the reference kernels."""
     monkeypatch.setattr(engine_module, "CudaGraphs", RecordedGraphs)
-    monkeypatch.setattr(table, "FAST_KERNELS", {})
+    monkeypatch.setattr(table, "FAST_KERNEL_TABLE_PATHS", {})
 
 
 GREEDY_OPTIONS = [{}]
@@ -169,14 +169,14 @@ class FakeGrammar:
 
     failed = False
 
-    def allowed_draft_tokens(self, ids: list[int], path: list[int]) -> np.ndarray:
+    def compute_allowed_draft_mask(self, ids: list[int], path: list[int]) -> np.ndarray:
         return np.arange(97) % 3 == [0, *ids, *path][-1] % 3
 
     def forced_tokens(self, ids: list[int]) -> list[int]:
         return []
 
     def mask_scores(self, scores: torch.Tensor, ids: list[int], path: list[int]) -> torch.Tensor:
-        allowed = torch.from_numpy(self.allowed_draft_tokens(ids, path))
+        allowed = torch.from_numpy(self.compute_allowed_draft_mask(ids, path))
         return scores.masked_fill(~allowed, -torch.inf)
 
 

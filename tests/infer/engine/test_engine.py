@@ -25,8 +25,8 @@ from infer import Engine, Generation, generate
 from infer.config import EngineConfig, HeadConfig, SamplingOptions
 from infer.drafters.lookup import PromptLookup
 from infer.engine.budget import (
-    MAX_ROUNDS_BETWEEN_UNMEASURED_EXPLORATIONS,
-    ROUNDS_BEFORE_SPEED_COMPARISON,
+    MAX_ROUNDS_BETWEEN_UNMEASURED_MODE_TRIALS,
+    WARMUP_ROUNDS,
     AutoNodeBudget,
 )
 from infer.engine.round_cost import CANDIDATE_DRAFTED_NODE_COUNTS, Calibration, calibrate
@@ -195,7 +195,7 @@ def simulate_round(
     """Simulate a round of the budget with trees of these node probabilities. It takes
     measure_seconds(rows, nodes), and accepts draw_path(nodes) in each row. Return the number of
     verified nodes per row."""
-    num_nodes = budget.choose_nodes(rows, max_nodes)
+    num_nodes = budget.choose_num_nodes(rows, max_nodes)
     tree = make_trees(probabilities, rows, budget.count_nodes_to_build(rows, num_nodes))
     drafted_counts = budget.prune(tree).drafted_counts if num_nodes else [0] * rows
     num_nodes = sum(drafted_counts) // rows
@@ -248,7 +248,7 @@ def test_the_budget_follows_the_load(ragged):
             for size in (0, *CANDIDATE_DRAFTED_NODE_COUNTS)
         )
         assert total_tokens / total_seconds > 0.95 * best
-        assert (budget.choose_nodes(rows, 64) == 0) == (rows == 64)
+        assert (budget.choose_num_nodes(rows, 64) == 0) == (rows == 64)
 
 
 def test_a_slow_and_rejected_first_round_does_not_stop_drafting():
@@ -376,11 +376,11 @@ def test_prompts_use_the_positions_that_small_trees_leave(tiny):
         )
         if budget == "auto":
 
-            def choose_nodes(rows: int, max_nodes: int, nodes: int = nodes) -> int:
+            def choose_num_nodes(rows: int, max_nodes: int, nodes: int = nodes) -> int:
                 return min(nodes, max_nodes)
 
-            engine.runner.budget.choose_nodes = choose_nodes
-            engine.runner.budget._count_paying_nodes = choose_nodes
+            engine.runner.budget.choose_num_nodes = choose_num_nodes
+            engine.runner.budget._count_paying_nodes = choose_num_nodes
         options = SamplingOptions(max_new_tokens=160, ignore_eos=True)
         engine.submit([2] * 24, options)
         engine.step()
@@ -403,10 +403,10 @@ def test_a_small_tree_is_not_drafted_because_a_large_one_would_pay_off():
     budget = AutoNodeBudget(calibration, 64)
     budget.mean_token_gains[1:5] = [0.1, 0.1, 0.6, 0.7]
     budget.gain_rows += 1
-    budget.num_rounds = ROUNDS_BEFORE_SPEED_COMPARISON
-    assert budget.choose_nodes(4, 64) >= 5 and budget.choose_nodes(4, 2) == 0
+    budget.num_rounds = WARMUP_ROUNDS
+    assert budget.choose_num_nodes(4, 64) >= 5 and budget.choose_num_nodes(4, 2) == 0
     assert [
-        budget.choose_nodes(4, 64) for _ in range(MAX_ROUNDS_BETWEEN_UNMEASURED_EXPLORATIONS)
+        budget.choose_num_nodes(4, 64) for _ in range(MAX_ROUNDS_BETWEEN_UNMEASURED_MODE_TRIALS)
     ].count(0) == 1
 
 
@@ -426,7 +426,7 @@ def test_rounds_without_drafting_change_no_output(make_tiny, family, monkeypatch
         )
         if auto:
             monkeypatch.setattr(
-                engine.runner.budget, "choose_nodes", lambda *_: dice.choice([0, 0, 0, 0, 9])
+                engine.runner.budget, "choose_num_nodes", lambda *_: dice.choice([0, 0, 0, 0, 9])
             )
         sequences = [
             engine.submit(prompt, prompt_options)

@@ -119,7 +119,7 @@ def test_the_grammar_state_reads_only_new_tokens(embedded, drafter):
 
     for length in range(len(ids)):
         for path in ([], ids[length : length + 2], ids[length : length + 1], [ids[0]]):
-            assert state.allowed_tokens(NewTokensOnly(ids[:length]), path).any()
+            assert state.compute_allowed_mask(NewTokensOnly(ids[:length]), path).any()
         assert len(state.consumed) == 1 and state.checked_length == length
 
 
@@ -281,10 +281,10 @@ def test_a_grammar_beyond_its_limits_is_refused(embedded):
 def test_forced_text_is_bounded(embedded):
     """The output ends before a pattern forces 30,000 characters, which takes no time."""
     state = make_grammar_state(SamplingOptions(regex="(x|y)a{30000}"), embedded)
-    assert state.allowed_tokens([], []).any()
+    assert state.compute_allowed_mask([], []).any()
     output_ids = embedded.tokenizer("x")["input_ids"]
     assert state.forced_tokens(output_ids) == []
-    assert not state.allowed_tokens(output_ids, []).any()
+    assert not state.compute_allowed_mask(output_ids, []).any()
     state = make_grammar_state(SamplingOptions(regex="a{1000000}"), embedded)
     assert state.forced_tokens([]) == [] and len(state.matcher.compute_ff_bytes()) < 100_000
 
@@ -293,10 +293,10 @@ def test_a_slow_grammar_is_not_used_for_drafts(embedded, drafter, monkeypatch):
     """One mask per output token is computed, and the output stays the same."""
     options = {"regex": GRAMMAR_SOURCES["regex"], "max_new_tokens": 20}
     expected = generate(embedded, None, CODE_PROMPTS[0], method="plain", **options)
-    allowed_tokens = Mock(wraps=grammar.GrammarState.allowed_tokens)
+    allowed_tokens = Mock(wraps=grammar.GrammarState.compute_allowed_mask)
     monkeypatch.setattr(grammar, "SLOW_GRAMMAR_TOKEN_MASK_SECONDS", -1.0)
     monkeypatch.setattr(
-        grammar.GrammarState, "allowed_tokens", lambda *arguments: allowed_tokens(*arguments)
+        grammar.GrammarState, "compute_allowed_mask", lambda *arguments: allowed_tokens(*arguments)
     )
     actual = generate(embedded, drafter, CODE_PROMPTS[0], method="ddtree", budget=8, **options)
     assert actual.ids == expected.ids

@@ -16,8 +16,8 @@ from infer.evaluation.results import Evaluation, MethodResult, PromptResult
 from infer.evaluation.tables import (
     build_significance_legend,
     format_evaluation,
-    format_headline,
-    list_notes,
+    format_findings,
+    list_measurement_notes,
     restrict_to_kind,
     significance_mark,
 )
@@ -137,7 +137,7 @@ def test_speedups_that_are_not_significant_are_marked(scale, spread, significanc
     assert len(legend) == bool(mark)
     assert all(line in lines for line in legend)
 
-    headline = format_headline(evaluation)
+    headline = format_findings(evaluation)
     assert ("not significant" in headline) == (significance == "undecided")
     assert ("(slower)" in headline) == (significance == "slower")
     assert "times as fast" in headline
@@ -175,7 +175,7 @@ def test_speedups_refer_to_the_fastest_baseline():
     assert evaluation.fastest_baseline.speedup == 1
     assert baselines[0].speedup < 1
     assert evaluation.drafting_methods == evaluation.methods[2:]
-    assert "as fast as plain decoding by transformers" in format_headline(evaluation)
+    assert "as fast as plain decoding by transformers" in format_findings(evaluation)
 
 
 def test_each_kind_of_prompts_has_its_metrics():
@@ -204,7 +204,7 @@ def test_the_share_of_loops_is_reported():
         "held-out prompts: 1 of 24 outputs (4%) ended in repetitions, which are 2% of 2400 tokens"
     )
     assert format_evaluation(make_evaluation([baseline, baseline])).endswith(note)
-    assert list_notes(make_evaluation([replace(baseline, prompts=None)])) == []
+    assert list_measurement_notes(make_evaluation([replace(baseline, prompts=None)])) == []
 
 
 def test_the_best_checkpoint_is_the_last_unless_another_is_significantly_better():

@@ -13,7 +13,7 @@ from infer.api import decode_prompts
 from infer.config import DecodeOptions, HeadConfig
 from infer.drafters.base import DraftedBlock
 from infer.evaluation.acceptance import count_accepted_drafts
-from infer.evaluation.metrics import acceptance_length, count_tokens_and_rounds
+from infer.evaluation.metrics import compute_acceptance_length_or_ratio, count_tokens_and_rounds
 from infer.evaluation.replay import (
     BlockBatch,
     ReplayVariant,
@@ -104,7 +104,7 @@ def test_the_counts_are_those_of_decoding(embedded):
     study = summarise_replay(replayed_trees)
     taus = {result.ranking: result.tau for result in study.results}
     chain_commits = [sequence.commits[chain] for sequence in replayed_chains]
-    chain_tau, _ = acceptance_length(count_tokens_and_rounds(chain_commits))
+    chain_tau, _ = compute_acceptance_length_or_ratio(count_tokens_and_rounds(chain_commits))
     assert taus["ideal"] > taus["drafter"] > chain_tau
     after_first, after_sibling = [each for each in study.first_choices if each.source == source]
     rounds = sum(len(commits) - 1 for commits in tree_commits)

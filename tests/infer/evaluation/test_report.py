@@ -27,7 +27,7 @@ from infer.evaluation.results import (
     to_json,
     write_result,
 )
-from infer.evaluation.tables import format_evaluation, format_headline, list_findings
+from infer.evaluation.tables import format_evaluation, format_findings, list_findings
 
 REPORT_TEMPLATE = (Path(report.__file__).parent / "report.html.j2").read_text()
 
@@ -207,7 +207,7 @@ def test_the_headline_says_tau_then_its_meaning_then_this_machine():
         "alone 64 is 0.80 times as fast (slower)."
     )
     assert outputs == "On the one prompt the output of every method equals that of plain decoding."
-    assert format_headline(result) == " ".join(list_findings(result))
+    assert format_findings(result) == " ".join(list_findings(result))
     assert result.best_drafter_method == with_ngrams
 
 
@@ -244,10 +244,10 @@ def test_error_bars_need_enough_rounds(rounds, has_error_bars):
 
 
 def test_the_headline_reports_slowdowns_and_wrong_outputs():
-    assert "1.40 times as fast" in format_headline(make_evaluation(0))
-    assert "equals that of plain decoding" in format_headline(make_evaluation(0))
-    assert "0.80 times as fast (slower)" in format_headline(make_evaluation(0, speedup=0.8))
-    wrong = format_headline(make_evaluation(0, identical=False))
+    assert "1.40 times as fast" in format_findings(make_evaluation(0))
+    assert "equals that of plain decoding" in format_findings(make_evaluation(0))
+    assert "0.80 times as fast (slower)" in format_findings(make_evaluation(0, speedup=0.8))
+    wrong = format_findings(make_evaluation(0, identical=False))
     assert "DDTree 16, DDTree 64 differ" in wrong
     assert "exactly" not in wrong
 

@@ -15,7 +15,7 @@ from infer.cli.export import ExportCommand, run as run_export
 from infer.config import DrafterConfig, HeadConfig, TargetConfig
 from infer.drafters.build import create_drafter
 from infer.drafters.dflash.model import DFlash
-from infer.formats.compatibility import EngineVerdict, check_engines, describe_export
+from infer.formats.compatibility import EngineVerdict, check_engines, format_engine_verdicts
 from infer.formats.export import export_drafter
 from infer.targets.loading import EMBEDDED_TARGET_FOLDER
 from infer.utils.hydra_app import run_command
@@ -371,11 +371,11 @@ def test_a_base_model_is_one_of_the_drafters_sizes(
     """The card presents figures of the target as those of `base_model`."""
     from transformers import AutoConfig, Qwen3Config
 
-    from infer.formats.export import check_base_model
+    from infer.formats.export import check_base_model_sizes
 
     embedded = load_drafter(checkpoint)
     tiny = make_tiny()[1]
-    assert "was not checked" in check_base_model("Qwen/Qwen3-4B", tiny)
+    assert "was not checked" in check_base_model_sizes("Qwen/Qwen3-4B", tiny)
     published = Qwen3Config(hidden_size=2560, num_hidden_layers=36)
     monkeypatch.setattr("infer.formats.export.load_config", lambda name: published)
     with pytest.raises(
@@ -391,7 +391,7 @@ def test_a_base_model_is_one_of_the_drafters_sizes(
         "infer.formats.export.load_config",
         lambda name: AutoConfig.from_pretrained(EMBEDDED_TARGET_FOLDER),
     )
-    assert check_base_model("they/theirs", embedded) is None
+    assert check_base_model_sizes("they/theirs", embedded) is None
 
 
 def export_tiny(drafter, folder) -> str:
@@ -417,7 +417,7 @@ def test_speculators_flag_says_of_all_layers_what_vllm_makes_of_it(make_tiny, tm
 
 
 def test_export_and_check_as_commands(repo, checkpoint, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("infer.formats.export.check_base_model", lambda name, drafter: None)
+    monkeypatch.setattr("infer.formats.export.check_base_model_sizes", lambda name, drafter: None)
     run_export(ExportCommand(checkpoint, "dflash", str(tmp_path / "dflash")))  # as it is stored
     assert (
         load_file(tmp_path / "dflash" / "model.safetensors")["norm.weight"].dtype == torch.bfloat16
@@ -475,13 +475,13 @@ def test_an_exports_refusals_are_those_of_engines_that_read_its_layout():
         EngineVerdict("second", ["no words"]),
         EngineVerdict("third", ["another layout"], reads_layout=False),
     ]
-    assert describe_export(verdicts).splitlines() == [
+    assert format_engine_verdicts(verdicts).splitlines() == [
         "loads in    first",
         "second: would not load it, or would load it wrongly",
         "  - no words",
         "others      read other formats (choose with format=): third",
     ]
-    assert describe_export(verdicts[1:2]).splitlines()[0] == "loads in    no engine"
+    assert format_engine_verdicts(verdicts[1:2]).splitlines()[0] == "loads in    no engine"
 
 
 def test_export_options_are_checked():

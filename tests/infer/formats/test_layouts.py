@@ -378,7 +378,7 @@ def draft_marginals(target, drafter, fixed: int = 0) -> torch.Tensor:
     drafter.update_context(
         target, features[:, 5:], CONTEXT_IDS[None, 5:-1], [len(CONTEXT_IDS) - 6], state
     )
-    with state.cache.pad_batch(fixed):
+    with state.cache.fix_batch_size(fixed):
         return expand_to_vocabulary(
             drafter, drafter.draft_block(target, CONTEXT_IDS[-1:], state).marginals[0]
         )

@@ -25,7 +25,7 @@ from infer.kernels import reference
 from infer.targets.kernel_decoder import KernelDecoder
 from infer.targets.layers import UnsupportedLayer, join_linears
 from infer.targets.loading import load_target
-from infer.targets.target import Target, supports_ragged
+from infer.targets.target import Target, supports_ragged_trees
 from infer.trees.tree import DraftTree
 
 VOCABULARY_SIZE = 97
@@ -111,7 +111,7 @@ def test_matmuls_are_integer_arithmetic(avx2_kernel, amx, monkeypatch):
         pytest.skip("needs a CPU with AVX2")
     capabilities = {"avx2": avx2_kernel, "avx512_vnni": False, "avx_vnni": False, "amx_int8": amx}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
-    for name in ("get_transposed_matmul_rows", "uses_avx2_kernel"):  # without their caches
+    for name in ("pad_rows_for_transposed_matmul", "uses_avx2_kernel"):  # without their caches
         monkeypatch.setattr(matmul, name, getattr(matmul, name).__wrapped__)
     assert matmul.uses_avx2_kernel(64) == avx2_kernel
     assert not matmul.uses_avx2_kernel(33)
@@ -265,7 +265,7 @@ def test_states_do_not_depend_on_the_batch(float_and_int8_targets):
     states = target.verify(tree, tree.build_ancestor_mask(), cache).last_hidden_states
     assert torch.equal(states[0, 0::2], expected[18:])
 
-    assert supports_ragged(target)
+    assert supports_ragged_trees(target)
     num_nodes = tree.tokens.shape[1]
     real = torch.arange(num_nodes) < torch.tensor([[3], [num_nodes]])
     ragged_states = target.verify(
@@ -314,7 +314,7 @@ def test_outputs_are_those_of_baseline_decoding(
         monkeypatch.setattr(
             "infer.engine.budget.get_calibration", lambda *_: Calibration((1, 9), (1.0, 2.0), 1.0)
         )
-        monkeypatch.setattr(AutoNodeBudget, "choose_nodes", lambda *_: 2)
+        monkeypatch.setattr(AutoNodeBudget, "choose_num_nodes", lambda *_: 2)
         monkeypatch.setattr(AutoNodeBudget, "_count_paying_nodes", lambda *_: 2)
         outputs = decode_prompts(target, drafter, prompts, replace(options, budget="auto"))
         assert [output.ids for output in outputs] == expected

@@ -98,7 +98,7 @@ def test_qk_norm_rope_write(heads, key_heads, layers, has_norm, rotated_size):
         torch.testing.assert_close(actual, expected)
 
 
-@pytest.mark.parametrize("entry", table.FAST_KERNELS.values())
+@pytest.mark.parametrize("entry", table.FAST_KERNEL_TABLE_PATHS.values())
 def test_every_fast_version_has_a_check(entry):
     pytest.importorskip(entry.partition(":")[0], exc_type=ImportError)
     operations = resolve_name(entry).operations
@@ -108,7 +108,7 @@ def test_every_fast_version_has_a_check(entry):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=["float32", "int8"])
 def test_fast_versions_that_compute_the_same_are_used(dtype):
-    operations = resolve_name(table.FAST_KERNELS["cpu", dtype]).operations
+    operations = resolve_name(table.FAST_KERNEL_TABLE_PATHS["cpu", dtype]).operations
     kernels = table.select_kernels(CPU_DEVICE, dtype)
     assert all(getattr(kernels, name) is operation for name, operation in operations.items())
 
@@ -123,10 +123,10 @@ def failing_rms_norm(*_):
 
 @pytest.mark.parametrize("operation", [scaled_rms_norm, failing_rms_norm])
 def test_a_fast_version_that_differs_or_fails_is_not_used(operation, monkeypatch):
-    operations = cpu.CPU_OPERATIONS | {"rms_norm": operation}
-    wrong_kernels = replace(cpu.CPU_FAST_KERNEL_TABLE, operations=operations)
-    monkeypatch.setattr(cpu, "CPU_FAST_KERNEL_TABLE", wrong_kernels)
-    monkeypatch.setattr(table, "VALIDATED_KERNELS", {})
+    operations = cpu.CPU_FUNCTIONS_BY_OPERATION | {"rms_norm": operation}
+    wrong_kernels = replace(cpu.CPU_FAST_KERNELS, operations=operations)
+    monkeypatch.setattr(cpu, "CPU_FAST_KERNELS", wrong_kernels)
+    monkeypatch.setattr(table, "VALIDATED_KERNELS_CACHE", {})
     with pytest.warns(UserWarning, match="the reference of rms_norm is used"):
         kernels = table.select_kernels(CPU_DEVICE, torch.float32)
     assert kernels.rms_norm is reference.rms_norm

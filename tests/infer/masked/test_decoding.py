@@ -13,12 +13,12 @@ from infer.masked.drafting import (
     DraftPlan,
     Prediction,
     accept_writes,
-    choose_chain_writes,
+    draft_likeliest_writes,
     draft_states,
     estimate_position_probabilities,
     estimate_token_probabilities,
+    make_chain_and_swapped_states,
     make_chain_states,
-    make_mixed_states,
     parse_predictions,
     search_guided_states,
     summarise_logits,
@@ -172,18 +172,18 @@ def test_chain_and_swapped_drafts_are_those_of_the_paper():
         for position, log_odds in zip(range(4, 12), LOG_ODDS, strict=True)
     }
     plan = DraftPlan(range(4, 12), output_start=0, block_length=8, max_writes=8)
-    writes = choose_chain_writes(predictions, plan, 5)
+    writes = draft_likeliest_writes(predictions, plan, 5)
     # The first block by confidence, then the next one.
     assert [position for position, _ in writes] == [5, 7, 4, 6, 9]
     assert [len(state) for state in make_chain_states(writes)] == [0, 1, 2, 3, 4, 5]
     one_block = DraftPlan(range(4, 12), output_start=4, block_length=8, max_writes=8)
     for length in range(1, 6):
-        chain_writes = choose_chain_writes(predictions, one_block, length)
-        states = make_mixed_states(chain_writes, one_block)
+        chain_writes = draft_likeliest_writes(predictions, one_block, length)
+        states = make_chain_and_swapped_states(chain_writes, one_block)
         # Table 3: 6, 8 and 10 states for draft lengths 3, 4 and 5.
         assert len(states) == len(set(states)) == 2 * length
-    a, b, c, d, e = choose_chain_writes(predictions, plan, 5)
-    swapped = make_mixed_states([a, b, c, d, e], plan)[6:]
+    a, b, c, d, e = draft_likeliest_writes(predictions, plan, 5)
+    swapped = make_chain_and_swapped_states([a, b, c, d, e], plan)[6:]
     # d and e are in different blocks, and are not swapped.
     assert swapped == [frozenset([b]), frozenset([a, c]), frozenset([a, b, d])]
     mixed = MaskedOptions(method="mixed")
@@ -206,7 +206,7 @@ def test_steps_continue_where_two_orders_meet():
             for position, token in (a, b, c)
         }
 
-    states = make_mixed_states([a, b], plan)
+    states = make_chain_and_swapped_states([a, b], plan)
     next_writes = {frozenset(): b, frozenset([b]): a}
     predictions = [predict_next(next_writes.get(state, c)) for state in states]
     writes, last_state = accept_writes(states, predictions, plan)

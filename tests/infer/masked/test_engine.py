@@ -19,7 +19,7 @@ from infer.cli.models import load_target_and_drafters
 from infer.config import DecodeOptions, EvaluationConfig, SamplingOptions, TargetConfig
 from infer.masked.config import MaskedConfig, MaskedOptions
 from infer.masked.engine import MaskedEngine
-from infer.masked.model import REMOTE_CODE_MODEL_TYPES, MaskedModel, load_masked
+from infer.masked.model import MASK_TOKEN_AND_SHIFT_BY_REMOTE_MODEL_TYPE, MaskedModel, load_masked
 from infer.masked.sequence import MaskedSequence
 from infer.serving.regenerate import build_engine_answerer, select_output_options
 from infer.serving.regeneration_task import PromptExample
@@ -222,7 +222,9 @@ def test_models_and_methods_of_two_kinds_do_not_mix(make_masked, make_tiny, fold
     with pytest.raises(ValueError, match="may take 129 positions together, and the target has 128"):
         generate(model, None, [1] * 113, max_new_tokens=15)  # 15 tokens take blocks of 16 positions
     assert is_masked_diffusion(str(folder)) and not is_masked_diffusion("embedded")
-    assert set(REMOTE_CODE_MODEL_TYPES) == set(MASKED_DIFFUSION_TARGET_KIND.model_types)
+    assert set(MASK_TOKEN_AND_SHIFT_BY_REMOTE_MODEL_TYPE) == set(
+        MASKED_DIFFUSION_TARGET_KIND.model_types
+    )
     (folder / "model.safetensors").unlink()  # both are refused before weights are read
     with pytest.raises(
         ValueError, match="is a masked diffusion model, which cannot be used with a drafter"

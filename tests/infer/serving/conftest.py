@@ -20,4 +20,4 @@ def pair(load_program):
 @pytest.fixture(autouse=True)
 def _no_retry_delay(monkeypatch):
     """Failed requests of `regenerate` are repeated without delay."""
-    monkeypatch.setattr("infer.serving.clients.RETRY_DELAY_SECONDS", 0.01)
+    monkeypatch.setattr("infer.serving.clients.FIRST_RETRY_DELAY_SECONDS", 0.01)

@@ -137,7 +137,7 @@ def test_answers_are_parsed_as_by_the_server_of_transformers(embedded, family, n
 @pytest.mark.parametrize("name", ["hermes", "llama3"])
 def test_grammars_of_calls_allow_the_calls_of_their_format(embedded, thinking, name):
     answer_format = AnswerFormat(embedded.tokenizer, TOOL_CALL_FORMATS[name])
-    grammar = answer_format.build_grammar(CALL_TOOLS, True, thinking)
+    grammar = answer_format.build_tool_call_grammar(CALL_TOOLS, True, thinking)
     text = FORMAT_SAMPLES[name][0].removeprefix("<|python_tag|>").partition(";")[0]
     text = text[max(0, text.find("<tool_call>")) :]
     if thinking:
@@ -177,7 +177,7 @@ def test_grammars_support_schema_references_and_special_tokens(embedded):
     }
     for name, text in texts.items():
         answer_format = AnswerFormat(tokenizer, TOOL_CALL_FORMATS[name])
-        grammar = answer_format.build_grammar([tool], False, False)
+        grammar = answer_format.build_tool_call_grammar([tool], False, False)
         for words, right in ((text, True), (text.replace("3", "true"), False)):
             matcher = compile_grammar("grammar", grammar, guidance).deep_copy()
             ids = tokenizer(words)["input_ids"]
@@ -186,7 +186,9 @@ def test_grammars_support_schema_references_and_special_tokens(embedded):
             ) == right, words
         assert answer_format.needs_special_tokens
     with pytest.raises(ValueError, match="use tool_choice="):
-        AnswerFormat(tokenizer, TOOL_CALL_FORMATS["tags"]).build_grammar([tool], False, False)
+        AnswerFormat(tokenizer, TOOL_CALL_FORMATS["tags"]).build_tool_call_grammar(
+            [tool], False, False
+        )
 
 
 @pytest.fixture(scope="module")

@@ -55,11 +55,11 @@ def inject(step: str, engine: Engine, service, patch, times: int = 1) -> None:
     owner, name = {
         "submit": (engine, "submit"),
         "admit": (engine.target, "extend_cache"),
-        "enter": (engine.runner, "finish_prefill"),
+        "enter": (engine.runner, "prepare_for_decoding"),
         "draft": (engine.runner.drafter, "draft_block"),
         "verify": (engine.target, "verify"),
         "commit": (engine.runner, "_copy_to_host"),
-        "free": (engine.runner, "release_rows"),
+        "free": (engine.runner, "release_finished_rows"),
         "send": (service.worker, "_send_new_tokens"),
     }[step]
     patch.setattr(owner, name, fail_first_calls(getattr(owner, name), times))

@@ -11,7 +11,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from infer.serving.hf import _extract_options, speculative
+from infer.serving.hf import _replace_processors_by_options, speculative
 
 
 @pytest.fixture(scope="module")
@@ -200,18 +200,21 @@ def test_supported_processors_become_options_and_others_stay():
     heat = TemperatureLogitsWarper(0.5)
     top = TopKLogitsWarper(4)
     penalty = RepetitionPenaltyLogitsProcessor(1.2)
-    assert _extract_options([penalty, heat, top], 0) == (
+    assert _replace_processors_by_options([penalty, heat, top], 0) == (
         {"repetition_penalty": 1.2, "temperature": 0.5, "top_k": 4},
         (),
     )
     for other in ([top, heat], [heat, heat], [heat, Favour()]):
-        assert _extract_options(other, 0) == ({}, other)
+        assert _replace_processors_by_options(other, 0) == ({}, other)
     penalty_after_prompt = RepetitionPenaltyLogitsProcessor(1.2, prompt_ignore_length=2)
-    assert _extract_options([penalty_after_prompt], 2) == ({"repetition_penalty": 1.2}, ())
-    assert _extract_options([penalty_after_prompt], 0) == (
+    assert _replace_processors_by_options([penalty_after_prompt], 2) == (
+        {"repetition_penalty": 1.2},
+        (),
+    )
+    assert _replace_processors_by_options([penalty_after_prompt], 0) == (
         {},
         [penalty_after_prompt],
-    ) and _extract_options([penalty], 2) == ({}, [penalty])
+    ) and _replace_processors_by_options([penalty], 2) == ({}, [penalty])
 
 
 @pytest.mark.parametrize(

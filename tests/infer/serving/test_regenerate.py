@@ -109,7 +109,7 @@ def answer_with_one_length(examples, on_finished):
 def command(shallow, tmp_path):
     """A function (further options) that runs the command with a target and data of the test."""
     from infer.cli.regenerate import RegenerateCommand, run
-    from infer.utils.hydra_app import compose_options as composed
+    from infer.utils.hydra_app import compose_checked_options as composed
 
     target = tmp_path / "target"
     data = tmp_path / "rows.jsonl"
@@ -399,7 +399,7 @@ def test_no_secret_of_an_address_reaches_a_file(answering, tmp_path, monkeypatch
     Settings of an earlier version, which had secrets, can be continued.
     """
     from infer.cli.regenerate import RegenerateCommand, run
-    from infer.utils.hydra_app import compose_options as composed
+    from infer.utils.hydra_app import compose_checked_options as composed
 
     monkeypatch.setenv("OPENAI_API_KEY", "wrong-key-of-mine")
     url = "http://me:hunter2hunter2@here/v1?token=hunter2hunter2"

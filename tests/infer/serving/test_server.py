@@ -298,7 +298,7 @@ def test_chat_serves_its_target_until_it_ends(shallow_target, drafter, monkeypat
     engine = Engine(
         shallow_target, drafter, EngineConfig("ddtree", 12, max_num_seqs=1), SERVER_CAPACITY
     )
-    monkeypatch.setattr("infer.cli.chat.open_served_engine", lambda config: (engine, ""))
+    monkeypatch.setattr("infer.cli.chat.open_and_describe_engine", lambda config: (engine, ""))
     with socket.create_server(("127.0.0.1", 0)) as free:
         config = ChatCommand(max_tokens=10, server=ServerConfig(port=free.getsockname()[1]))
     console = Console(file=io.StringIO(), record=True)
@@ -314,7 +314,7 @@ def test_chat_reports_why_its_server_ended(shallow_target, drafter, monkeypatch)
     engine = Engine(
         shallow_target, drafter, EngineConfig("ddtree", 12, max_num_seqs=1), SERVER_CAPACITY
     )
-    monkeypatch.setattr("infer.cli.chat.open_served_engine", lambda config: (engine, ""))
+    monkeypatch.setattr("infer.cli.chat.open_and_describe_engine", lambda config: (engine, ""))
     with socket.create_server(("127.0.0.1", 0)) as other_server:
         config = ChatCommand(server=ServerConfig(port=other_server.getsockname()[1]))
         with pytest.raises(RunAborted, match=f"{config.server.url}: .*address already in use"):

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from infer import load_drafter, load_target
 from infer.targets import model_cache
 from infer.targets.checks import check_finite
-from infer.targets.model_cache import CACHE_MANIFEST_FILE, create_cached_folder, save_model
+from infer.targets.model_cache import CACHE_MANIFEST_FILE, get_or_create_cached_folder, save_model
 
 WEIGHTS_FILE = "model.safetensors"
 OUTPUT_PROJECTION = "model.layers.1.self_attn.o_proj.weight"
@@ -206,7 +206,9 @@ def write_source(source: str, folder: Path) -> None:
 def create_folder(folder: Path, source: str = "weights") -> bool:
     """Ask for a folder of the cache; return whether it was made for that."""
     opened = []
-    create_cached_folder(folder, "making it", lambda: opened.append(source) or source, write_source)
+    get_or_create_cached_folder(
+        folder, "making it", lambda: opened.append(source) or source, write_source
+    )
     return bool(opened)
 
 
@@ -258,7 +260,7 @@ def test_a_large_file_is_compared_in_many_places(tmp_path, monkeypatch):
         if position is not None:
             content[position] = 1
         file.write_bytes(content)
-        checksums.add(model_cache.file_checksum(file))
+        checksums.add(model_cache.sampled_file_checksum(file))
     assert len(checksums) == 6
 
 
@@ -282,7 +284,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path, error):
     with pytest.raises(
         OSError, match="could not be written: .*No space left on device.*; free some"
     ) as failure:
-        create_cached_folder(
+        get_or_create_cached_folder(
             folder, "making it", lambda: None, lambda _, fresh: save_model(Model(), None, fresh)
         )
     assert str(folder) in str(failure.value) and not isinstance(failure.value, FileNotFoundError)

@@ -18,9 +18,9 @@ from benchmarks.targets import measure_tree_difference
 from infer.api import decode_prompts
 from infer.config import DecodeOptions, DrafterConfig
 from infer.drafters.build import create_drafter
-from infer.targets.checks import check_model_size, find_checkpoint_files
+from infer.targets.checks import check_model_size, find_safetensors_files
 from infer.targets.kernel_decoder import KernelDecoder
-from infer.targets.layer_weights import load_layer_weights
+from infer.targets.layer_weights import load_layers_embedding_and_head
 from infer.targets.layers import UnsupportedLayer, build_kernel_decoder
 from infer.targets.loading import (
     build_meta_model,
@@ -322,8 +322,10 @@ def test_a_saved_model_is_not_refused_when_it_is_loaded(tiny, name, tmp_path):
         if name not in FAMILIES_WITH_OTHER_PARAMETER_NAMES
         else pytest.raises(ValueError, match="(norm|tensor).*; .*set features=null")
     ):
-        files = find_checkpoint_files(path, tmp_path)
-        load_layer_weights(path, files, empty, layers, torch.float32, torch.device("cpu"))
+        files = find_safetensors_files(path, tmp_path)
+        load_layers_embedding_and_head(
+            path, files, empty, layers, torch.float32, torch.device("cpu")
+        )
 
 
 @pytest.mark.parametrize(
@@ -411,7 +413,7 @@ def test_windows_of_fixed_shapes_see_the_same(tiny):
         None,
         4,
     )
-    with cache.pad_batch(4):
+    with cache.fix_batch_size(4):
         assert cache.make_view(7).visible_end == 40 and cache.get_device_lengths(4).tolist() == [
             9,
             17,
@@ -681,7 +683,9 @@ FAMILIES_OUR_DECODER_REFUSES = {"gemma 2", "gpt-oss", "cohere 2", "olmo 3", "gem
 def test_our_decoder_is_used_where_it_computes_the_same(tiny, name):
     """Every other test of this file decodes through it; other arithmetic is noticed, and a line
     says so."""
-    assert tiny(name).cache_shapes.is_uniform_attention == (name not in FAMILIES_WITH_MIXED_CACHES)
+    assert tiny(name).cache_shapes.has_only_uniform_attention == (
+        name not in FAMILIES_WITH_MIXED_CACHES
+    )
     assert isinstance(tiny(name).run_decoder, KernelDecoder) == (
         name not in FAMILIES_OUR_DECODER_REFUSES | {*FAMILIES_WITH_MIXED_CACHES}
     )

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from infer.targets import gguf as gguf_targets
-from infer.targets.loading import load_target, resolve_path
+from infer.targets.loading import load_target, resolve_hub_id_or_folder
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("accelerate")
@@ -122,11 +122,11 @@ def test_a_file_is_the_model_that_it_was_written_of_and_is_converted_once(
     messages = [line for line in capsys.readouterr().err.splitlines() if "so far" not in line]
     assert sum("converting tiny.Q4_1.gguf, once" in line for line in messages) == 1
     monkeypatch.setattr(gguf_targets, "convert_gguf_to_folder", None)
-    assert resolve_path(str(file)).startswith(str(cache))
+    assert resolve_hub_id_or_folder(str(file)).startswith(str(cache))
     assert load_target(str(file), only_layers=()).tokenizer
     os.utime(file, (1, 1))
     with pytest.raises(TypeError):  # another file by the same name
-        resolve_path(str(file))
+        resolve_hub_id_or_folder(str(file))
 
 
 def test_two_at_once_convert_it_once_and_what_a_killed_one_left_is_no_model(

@@ -11,8 +11,8 @@ from infer.cli.models import load_target_and_drafter
 from infer.config import TargetConfig
 from infer.drafters.config_keys import build_public_config
 from infer.formats.checkpoint import load_drafter, save_drafter
-from infer.targets.chat_template import set_template_options
-from infer.targets.loading import load_tokenizer, resolve_path
+from infer.targets.chat_template import write_template_defaults
+from infer.targets.loading import load_tokenizer, resolve_hub_id_or_folder
 
 OPTIONS_TEMPLATE = """{% for m in messages %}{{ m.content }}
 {% endfor %}{% if style == 'loud' %}!{% endif %}{% if enable_thinking is false %}#{% endif %}"""
@@ -27,14 +27,14 @@ def test_a_setting_holds_unless_a_row_or_request_says_otherwise():
         return tokenizer.apply_chat_template(MESSAGES, tokenize=False, **template_options)
 
     assert text() == "Hi\n"
-    set_template_options(tokenizer, {"enable_thinking": False, "style": "loud"})
+    write_template_defaults(tokenizer, {"enable_thinking": False, "style": "loud"})
     assert text() == "Hi\n!#"
     assert text(enable_thinking=True) == "Hi\n!" and text(style=None) == "Hi\n#"
     with pytest.raises(
         ValueError,
         match=r"target\.chat_template_kwargs\.enable_thinkin: this model's chat template",
     ):
-        set_template_options(tokenizer, {"enable_thinkin": False})
+        write_template_defaults(tokenizer, {"enable_thinkin": False})
 
 
 def test_a_drafter_brings_its_setting_along(repo, tmp_path, monkeypatch):
@@ -58,7 +58,9 @@ def test_a_drafter_brings_its_setting_along(repo, tmp_path, monkeypatch):
     }
     for template_options, end in (({}, "#"), ({"enable_thinking": True}, "\n")):
         place = TargetConfig(
-            path=resolve_path("embedded"), device="cpu", chat_template_kwargs=template_options
+            path=resolve_hub_id_or_folder("embedded"),
+            device="cpu",
+            chat_template_kwargs=template_options,
         )
         target, loaded = load_target_and_drafter(place, str(tmp_path))
         assert target.tokenizer.decode(encode_prompt(target, MESSAGES)).endswith(end)

@@ -261,7 +261,7 @@ def test_added_tokens_may_share_one_marginal(model):
     results = []
     for alone in (shared_log_q, repeated_log_q):
         conditionals = MarginalConditionals(marginals, 25)
-        guide = guided.make_ngram_rescorers(proposal, conditionals, 30)[0]._replace(
+        guide = guided.make_ngram_search_buffers(proposal, conditionals, 30)[0]._replace(
             marginal_log_probs=alone
         )
         nodes = np.empty((3, 30), np.int64)

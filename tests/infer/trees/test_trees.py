@@ -16,7 +16,7 @@ from infer.trees.tree import DraftTree, Proposal
 def search_kernel(request, monkeypatch):
     """Run every test with both searches: compiled for the CPU, and in tensors for any device."""
     if request.param == "by depth":
-        monkeypatch.setattr(table, "FAST_KERNELS", {})
+        monkeypatch.setattr(table, "FAST_KERNEL_TABLE_PATHS", {})
 
 
 def list_prefixes(tree: DraftTree, row: int) -> list[tuple[int, ...]]:
@@ -69,8 +69,8 @@ def test_both_searches_build_the_same_tree_at_full_size(budget, monkeypatch):
         torch.randn(2, 15, 3000, generator=torch.Generator().manual_seed(5)) * 3
     ).log_softmax(-1)
     trees = []
-    for fast_versions in ({}, table.FAST_KERNELS):
-        monkeypatch.setattr(table, "FAST_KERNELS", fast_versions)
+    for fast_versions in ({}, table.FAST_KERNEL_TABLE_PATHS):
+        monkeypatch.setattr(table, "FAST_KERNEL_TABLE_PATHS", fast_versions)
         trees.append(build_ddtree(Proposal(torch.tensor([1, 2]), marginals, budget)))
         trees[-1].build_ancestor_mask()
     for row in range(2):

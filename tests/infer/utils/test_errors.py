@@ -10,18 +10,18 @@ from safetensors import SafetensorError
 
 from infer.cli.chat import ChatCommand
 from infer.ngrams.count import count_ngrams
-from infer.utils.files import atomic_write, save_shared_safetensors
+from infer.utils.files import atomic_write, save_world_readable_safetensors
 from infer.utils.hydra_app import run_command
 
 INTERRUPTED_PROGRAM = """
 import os, signal, threading, time
 from infer.cli.eval import EvalCommand
-from infer.utils.errors import explain_interrupt
+from infer.utils.errors import set_interrupt_message
 from infer.utils.hydra_app import run_command
 
 def run(config):
     threading.Thread(target=time.sleep, args=(600,)).start()  # like a request that is running
-    with explain_interrupt("the same command goes on"):
+    with set_interrupt_message("the same command goes on"):
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(600)
 
@@ -144,7 +144,7 @@ def test_a_broken_pipe_that_is_not_the_output_is_a_sentence(capsys):
 FILE_WRITERS = {
     "ngrams": lambda out: count_ngrams([[*range(97)] * 20], 97, 4, out, "0" * 64),
     "text": lambda out: atomic_write(out, "x" * 5000),
-    "tensors": lambda out: save_shared_safetensors({"weight": torch.ones(2000)}, out),
+    "tensors": lambda out: save_world_readable_safetensors({"weight": torch.ones(2000)}, out),
 }
 
 

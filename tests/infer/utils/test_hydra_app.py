@@ -13,9 +13,9 @@ from infer.cli.chat import ChatCommand
 from infer.cli.compare import CompareCommand
 from infer.cli.eval import EvalCommand
 from infer.cli.generate import GenerateCommand
-from infer.main import COMMANDS
-from infer.utils.hydra_app import compose_options, run_command
-from infer.utils.options import resolve_text_options
+from infer.main import INSTALLED_COMMANDS
+from infer.utils.hydra_app import compose_checked_options, run_command
+from infer.utils.options import read_text_or_file_options
 from train.config import TrainConfig
 
 UNUSUAL_PROMPTS = [
@@ -46,7 +46,9 @@ def test_a_prompt_is_for_commands_that_have_one(capsys):
     assert received[0].prompt == "It's {a}"
     for name, arguments in (("eval", ["--prompt", "x"]), ("generate", ["--prompt"])):
         with pytest.raises(SystemExit) as end:
-            run_command(name, COMMANDS[name].import_options_class(), received.append, arguments)
+            run_command(
+                name, INSTALLED_COMMANDS[name].import_options_class(), received.append, arguments
+            )
         assert end.value.code == 2 and "unrecognized arguments: --prompt" in capsys.readouterr().err
 
 
@@ -66,7 +68,7 @@ def test_texts_come_from_files_and_standard_input(tmp_path, monkeypatch):
     options = GenerateCommand()
     options.decoding.stop = [f"@{file}", "x", "-"]
     options.decoding.regex = f"@{file}"
-    resolve_text_options(options)
+    read_text_or_file_options(options)
     assert (
         options.decoding.stop
         == [options.decoding.regex, "x", "-"]
@@ -74,7 +76,7 @@ def test_texts_come_from_files_and_standard_input(tmp_path, monkeypatch):
     )
     (tmp_path / "system.txt").write_text("Be brief.")
     assert (
-        compose_options("chat", ChatCommand, [f"system=@{tmp_path}/system.txt"]).system
+        compose_checked_options("chat", ChatCommand, [f"system=@{tmp_path}/system.txt"]).system
         == "Be brief."
     )
 
@@ -138,7 +140,7 @@ def test_invalid_arguments_give_a_message_without_a_traceback(
     """The message is Hydra's or ours, nothing runs, and no file is left."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as end:
-        run_command(name, COMMANDS[name].import_options_class(), None, arguments)
+        run_command(name, INSTALLED_COMMANDS[name].import_options_class(), None, arguments)
     message = capsys.readouterr().err
     assert end.value.code == 2
     assert message.startswith("error: ") and expected in message and "Traceback" not in message
@@ -173,10 +175,10 @@ def option_keys(options_class, prefix=""):
             yield prefix + field.name
 
 
-@pytest.mark.parametrize("name", list(COMMANDS))
+@pytest.mark.parametrize("name", list(INSTALLED_COMMANDS))
 def test_help_explains_every_key(name, capsys):
     """The help has the option's value in this command, its type and its meaning."""
-    options_class = COMMANDS[name].import_options_class()
+    options_class = INSTALLED_COMMANDS[name].import_options_class()
     run_command(name, options_class, None, ["--help"])
     lines = capsys.readouterr().out.splitlines()
     for key in option_keys(options_class):
@@ -212,25 +214,28 @@ def test_flags_that_only_print_create_no_folder(arguments, tmp_path, repo):
 def test_a_file_or_folder_is_the_data_of_every_command(name, tmp_path):
     """With data.path= and data=, whatever the command's default, also with a model preset."""
     file = tmp_path / "mine.jsonl"
-    schema = COMMANDS[name].import_options_class()
+    schema = INSTALLED_COMMANDS[name].import_options_class()
     file.write_text('{"text": "x"}\n')
     presets = (
         [[], ["+model=hf", "target.path=embedded", "data.length=2000"]] if name == "train" else [[]]
     )
     for preset in presets:
         for argument in (f"data.path={file}", f"data={file}", f"data={tmp_path}"):
-            data = compose_options(name, schema, [*preset, argument]).data
+            data = compose_checked_options(name, schema, [*preset, argument]).data
             assert (data.source, data.path) == ("jsonl", argument.partition("=")[2])
         for argument in (f"data.path={file}l", f"data={file}l", "data=gone.jsonl"):
             with pytest.raises(ValueError, match=r"^data\.path=\S+: no such file or folder"):
-                compose_options(name, schema, [*preset, argument])
+                compose_checked_options(name, schema, [*preset, argument])
 
 
 def test_a_target_may_be_given_as_a_path_or_a_name_of_the_hub(tmp_path):
     for path in (str(tmp_path), "Qwen/Qwen3-4B", "model.gguf"):
-        assert compose_options("generate", GenerateCommand, [f"target={path}"]).target.path == path
+        assert (
+            compose_checked_options("generate", GenerateCommand, [f"target={path}"]).target.path
+            == path
+        )
     assert (
-        compose_options("generate", GenerateCommand, ["target=qwen3-4b"]).target.path
+        compose_checked_options("generate", GenerateCommand, ["target=qwen3-4b"]).target.path
         == "Qwen/Qwen3-4B"
     )
 
@@ -262,7 +267,7 @@ def run_folder(tmp_path):
 
 def test_a_runs_configuration_cannot_read_environment_variables(run_folder):
     (run_folder / "config.json").write_text(json.dumps({"target": {"path": "${oc.env:HOME}/x"}}))
-    config = compose_options(
+    config = compose_checked_options(
         "generate", GenerateCommand, [f"checkpoint={run_folder}/checkpoints/best"]
     )
     assert config.target.path == "${oc.env:HOME}/x"
@@ -270,7 +275,7 @@ def test_a_runs_configuration_cannot_read_environment_variables(run_folder):
 
 def test_commands_take_target_and_data_from_the_checkpoints_run(run_folder):
     best = f"{run_folder}/checkpoints/best"
-    config = compose_options("eval", EvalCommand, [f"checkpoint={best}"])
+    config = compose_checked_options("eval", EvalCommand, [f"checkpoint={best}"])
     assert (config.target.path, config.target.dtype) == ("/models/it's mine", "bfloat16")
     assert (config.data.source, config.data.datasets[0].weight, config.data.length) == (
         "mixture",
@@ -280,14 +285,14 @@ def test_commands_take_target_and_data_from_the_checkpoints_run(run_folder):
     # The device is this machine's, and only the user allows remote code.
     assert (config.target.device, config.target.trust_remote_code) == ("auto", False)
     for name in ("generate", "serve", "export"):
-        schema = COMMANDS[name].import_options_class()
+        schema = INSTALLED_COMMANDS[name].import_options_class()
         assert (
-            compose_options(name, schema, [f"checkpoint={best}/drafter"]).target.path
+            compose_checked_options(name, schema, [f"checkpoint={best}/drafter"]).target.path
             == "/models/it's mine"
         )
-    config = compose_options("compare", CompareCommand, [f"checkpoints=[{best}]"])
+    config = compose_checked_options("compare", CompareCommand, [f"checkpoints=[{best}]"])
     assert (config.target.path, config.data.source) == ("/models/it's mine", "mixture")
-    overridden = compose_options(
+    overridden = compose_checked_options(
         "eval", EvalCommand, [f"checkpoint={best}", "target.path=other", "data=stdlib"]
     )
     assert (overridden.target.path, overridden.target.dtype, overridden.data.source) == (
@@ -296,12 +301,12 @@ def test_commands_take_target_and_data_from_the_checkpoints_run(run_folder):
         "stdlib",
     )
     assert (
-        compose_options(
+        compose_checked_options(
             "eval", EvalCommand, [f"checkpoint={best}", "target.dtype=float32"]
         ).target.dtype
         == "float32"
     )
     assert (
-        compose_options("generate", GenerateCommand, ["checkpoint=nowhere"]).target.path
+        compose_checked_options("generate", GenerateCommand, ["checkpoint=nowhere"]).target.path
         == "embedded"
     )

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from infer.utils import progress as module
-from infer.utils.progress import Heartbeat, Progress, report_activity
+from infer.utils.progress import ActivityReporter, Progress, set_activity_within_block
 
 
 class Terminal(io.StringIO):
@@ -90,9 +90,9 @@ def test_the_next_set_has_a_rate_of_its_own_and_quiet_is_quiet(clock):
 
 
 def test_the_heartbeat_prints_the_activity_of_silent_work(clock, monkeypatch, capsys):
-    heart = Heartbeat()
+    heart = ActivityReporter()
     monkeypatch.setattr(module, "HEARTBEAT", heart)
-    monkeypatch.setattr(Heartbeat, "start", lambda self: None)
+    monkeypatch.setattr(ActivityReporter, "start", lambda self: None)
 
     def wait(seconds: int) -> list[str]:
         for _ in range(seconds):
@@ -103,7 +103,7 @@ def test_the_heartbeat_prints_the_activity_of_silent_work(clock, monkeypatch, ca
     assert wait(60) == []  # no command
     heart.start_watching()
     assert wait(90) == ["working (25 s so far)", "working (1 min so far)"]
-    with report_activity("loading a model"):
+    with set_activity_within_block("loading a model"):
         assert wait(60) == ["loading a model (55 s so far)"]
     progress = Progress("evaluating", "prompts", stream=io.StringIO())
     progress(1, 3)
@@ -120,9 +120,9 @@ def test_the_heartbeat_prints_the_activity_of_silent_work(clock, monkeypatch, ca
 @pytest.mark.parametrize("seconds_a_step", [0.5, 8, 40, 200])
 def test_a_run_of_steps_prints_one_line_a_minute(clock, monkeypatch, capsys, seconds_a_step):
     """The heartbeat adds no line to those of the progress, unless a step takes over a minute."""
-    heart = Heartbeat()
+    heart = ActivityReporter()
     monkeypatch.setattr(module, "HEARTBEAT", heart)
-    monkeypatch.setattr(Heartbeat, "start", lambda self: None)
+    monkeypatch.setattr(ActivityReporter, "start", lambda self: None)
     heart.start_watching()
     progress = Progress("training", "steps", stream=sys.stderr)
     start_time = clock[0]

@@ -6,9 +6,9 @@ from dataclasses import fields, is_dataclass
 
 import pytest
 
-from infer.main import COMMANDS
+from infer.main import INSTALLED_COMMANDS
 from infer.utils.hydra_app import run_command
-from infer.utils.renamed_options import RENAMED_OPTIONS, translate_saved_config
+from infer.utils.renamed_options import RENAMED_OPTIONS, rename_old_options
 
 # Commands that have the options without a section, and the values that the others take.
 COMMAND_OF_OPTION = {
@@ -49,7 +49,7 @@ def option_names(options_class: type, prefix: str = "") -> set[str]:
 def test_an_old_name_is_refused_with_the_new_one(old_name, plus, capsys):
     new_name = RENAMED_OPTIONS[old_name]
     command = command_of(old_name)
-    options_class = COMMANDS[command].import_options_class()
+    options_class = INSTALLED_COMMANDS[command].import_options_class()
     assert new_name in option_names(options_class)
     assert old_name not in option_names(options_class)
 
@@ -66,7 +66,7 @@ def test_an_old_name_in_a_file_of_the_users_own_is_refused_too(tmp_path, capsys)
     (tmp_path / "experiment" / "mine.yaml").write_text(experiment)
     arguments = ["--config-dir", str(tmp_path), "+experiment=mine"]
     with pytest.raises(SystemExit):
-        run_command("train", COMMANDS["train"].import_options_class(), None, arguments)
+        run_command("train", INSTALLED_COMMANDS["train"].import_options_class(), None, arguments)
     assert "optim.batch has been renamed; use optim.batch_size" in capsys.readouterr().err
 
 
@@ -74,10 +74,10 @@ def test_a_saved_configuration_is_translated(repo):
     """What 4e0af7d wrote has, translated, only names that options have today, or that options had
     which are gone."""
     removed = {"data.bad_rows"}
-    known = option_names(COMMANDS["train"].import_options_class())
+    known = option_names(INSTALLED_COMMANDS["train"].import_options_class())
     saved = json.loads((repo / "tests" / "golden" / "models.json").read_text())
     for config in saved.values():
-        translated = translate_saved_config(config)
+        translated = rename_old_options(config)
         names = set(translated)
         for section, options in translated.items():
             if isinstance(options, dict):
@@ -85,4 +85,4 @@ def test_a_saved_configuration_is_translated(repo):
         assert names - removed <= known
         assert translated["optim"]["batch_size"] == config["optim"]["batch"]
         assert translated["drafter"]["head"]["hidden_size"] == config["drafter"]["head"]["hidden"]
-        assert translate_saved_config(translated) == translated
+        assert rename_old_options(translated) == translated

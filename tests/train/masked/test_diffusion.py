@@ -26,7 +26,7 @@ from train.masked.objective import (
     MaskingNoise,
     estimate_nll_bound,
     exclude_unpredictable_tokens,
-    mask_tokens,
+    mask_block_and_later_tokens,
     sample_noise,
 )
 
@@ -74,8 +74,8 @@ def make_batch() -> dict[str, torch.Tensor]:
 def mask_token_by_token(
     batch: dict, noise: MaskingNoise, block_lengths: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Do the same as `mask_tokens` in a loop; return masked tokens (B, T) bool and weights
-    (B, T)."""
+    """Do the same as `mask_block_and_later_tokens` in a loop; return masked tokens (B, T) bool and
+    weights (B, T)."""
     masked = torch.zeros(batch["ids"].shape, dtype=torch.bool)
     weights = torch.zeros(batch["ids"].shape)
     for row, block_length in enumerate(block_lengths):
@@ -87,10 +87,10 @@ def mask_token_by_token(
                 continue
             starts = range(0, len(learned), block_length)
             blocks = [learned[start : start + block_length] for start in starts]
-            number = int(noise.block_positions[row, document] * len(blocks))
+            number = int(noise.block_uniforms[row, document] * len(blocks))
             block = blocks[number]
             level = noise.levels[row, document]
-            predicted = [i for i in block if noise.token_thresholds[row, i] < level]
+            predicted = [i for i in block if noise.token_uniforms[row, i] < level]
             for i in predicted:
                 masked[row, i] = True
                 weights[row, i] = len(blocks) * (len(block) + 1) / len(predicted)
@@ -109,7 +109,7 @@ def test_masks_and_weights_equal_those_of_a_loop(lengths):
     batch = make_batch()
     for seed in range(40):
         noise = sample_noise(batch["documents"], torch.Generator().manual_seed(seed))
-        ids, weights = mask_tokens(batch, noise, torch.tensor(lengths), MASK_ID)
+        ids, weights = mask_block_and_later_tokens(batch, noise, torch.tensor(lengths), MASK_ID)
         masked, expected_weights = mask_token_by_token(batch, noise, lengths)
         assert torch.equal(ids, batch["ids"].masked_fill(masked, MASK_ID))
         assert torch.allclose(weights, expected_weights, rtol=1e-6)
@@ -169,7 +169,7 @@ def test_the_estimate_of_the_bound_is_unbiased(tiny, block_length):
         for seed in range(120):
             noise = sample_noise(batch["documents"], torch.Generator().manual_seed(seed))
             block_lengths = torch.full((64,), block_length)
-            ids, weights = mask_tokens(batch, noise, block_lengths, MASK_ID)
+            ids, weights = mask_block_and_later_tokens(batch, noise, block_lengths, MASK_ID)
             means.append(estimate_nll_bound(tiny, batch, ids, weights, MASK_ID).item() / 64)
             if seed < 20:
                 equal_weights = weights.sign()
@@ -264,10 +264,10 @@ def test_the_loss_of_a_step_is_the_bound_or_the_mean_over_masked_tokens(
     maskings = []
 
     def record_masking(*arguments):
-        maskings.append(mask_tokens(*arguments))
+        maskings.append(mask_block_and_later_tokens(*arguments))
         return maskings[-1]
 
-    monkeypatch.setattr(diffusion, "mask_tokens", record_masking)
+    monkeypatch.setattr(diffusion, "mask_block_and_later_tokens", record_masking)
     loss = diffusion.compute_gradients(model, batch, config, 3)
     assert model.get_input_embeddings().weight.grad.abs().sum() > 0
     ids, weights = maskings[0]

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 import train.run.evaluation as run_evaluation
-from infer.evaluation.acceptance import find_reference
+from infer.evaluation.acceptance import load_stored_reference
 from infer.evaluation.results import (
     AcceptanceCounts,
     AcceptanceReference,
@@ -75,7 +75,7 @@ def test_the_best_checkpoint_is_evaluated_in_full(
     monkeypatch.setattr(
         run_evaluation,
         "evaluate_checkpoint",
-        lambda run, folder, log, is_last: evaluate(folder, is_last),
+        lambda run, folder, log, use_all_prompt_sets: evaluate(folder, use_all_prompt_sets),
     )
     monkeypatch.setattr(
         run_evaluation, "write_report", lambda folder, *rest: folder / "report.html"
@@ -83,10 +83,10 @@ def test_the_best_checkpoint_is_evaluated_in_full(
     (tmp_path / "config.json").write_text(
         json.dumps({"optim": {"batch": 1}, "data": {"length": 1, "source": "stdlib", "path": None}})
     )
-    run_evaluation.evaluate_best(SimpleNamespace(folder=tmp_path), None)
-    run_evaluation.update_report(tmp_path)
+    run_evaluation.evaluate_best_checkpoint_fully(SimpleNamespace(folder=tmp_path), None)
+    run_evaluation.update_best_link_and_report(tmp_path)
     assert run_evaluation.find_best_checkpoint(tmp_path) == folders[best_step]
-    assert find_reference(tmp_path / "checkpoints" / "best") is not None
-    run_evaluation.finish_report(tmp_path, SimpleNamespace(close=print))
+    assert load_stored_reference(tmp_path / "checkpoints" / "best") is not None
+    run_evaluation.write_and_print_final_report(tmp_path, SimpleNamespace(finish_wandb_run=print))
     explained = f"evaluations share {num_shared} of" in capsys.readouterr().out
     assert explained == (best_step == 30)

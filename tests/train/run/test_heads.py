@@ -10,7 +10,7 @@ from infer.drafters.build import create_drafter
 from infer.drafters.heads.table import read_head_options
 from infer.formats.checkpoint import save_drafter
 from infer.formats.export import export_drafter
-from train.config import check_head_training
+from train.config import check_conditional_head_options
 from train.run.initial import resolve_drafter_options
 
 GATED_HEAD_OPTIONS = [
@@ -126,7 +126,7 @@ def test_options_that_contradict_the_folder_are_refused_before_a_model_is_loaded
     def resolve_head(*options):
         config = small(*options)
         config.drafter = resolve_drafter_options(config.drafter, config.target)
-        check_head_training(config)
+        check_conditional_head_options(config)
         return config.drafter.head
 
     assert resolve_head(f"drafter.init={tmp_path}/gru") == HeadConfig("gru", rank=8, hidden_size=8)

@@ -122,7 +122,7 @@ def test_errors_of_wandb_do_not_stop_a_run(
     log = RunLog(TrainConfig(wandb=True), tmp_path, 0, 2)
     for step in (1, 2):
         log.write_step(STEP_METRICS | {"step": step})
-    log.close(None)
+    log.finish_wandb_run(None)
     assert wandb.logged == logged and message in capsys.readouterr().out
 
 

@@ -8,7 +8,7 @@ import torch
 
 from data.packing import load_packed_dataset
 from infer import load_drafter, load_target
-from train.run.checkpoints import find_newest_checkpoint, load_training_state
+from train.run.checkpoints import find_newest_resumable_folder, load_training_state
 from train.run.log import read_step_metrics
 
 
@@ -36,7 +36,7 @@ def test_the_tokens_are_the_most_frequent_ones(small, run_here, shallow, tmp_pat
     percent = 100 * sum(counts[token] for token in expected) / counts.total()
     line = f"vocabulary 60 of 512 tokens, which cover {percent:.1f} % of the tokens to learn from"
     assert line in capsys.readouterr().out
-    state = load_training_state(find_newest_checkpoint(run)[0])
+    state = load_training_state(find_newest_resumable_folder(run)[0])
     assert state["d2t"].dtype == torch.int64
     again = small(*options, "name=again", f"drafter.init={run}/checkpoints/best", "optim.steps=1")
     trained_again = load_drafter(run_here(again) / "checkpoints" / "best")
