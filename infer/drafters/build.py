@@ -85,12 +85,13 @@ def choose_mask_token(
     end_token_ids: Collection[int],
     get_used_ids: Callable[[], Collection[int]] | None = None,
 ) -> int:
-    """Choose the mask token, the input token of drafted positions.
+    """Choose the mask token, which is the input at drafted positions.
 
     The result is the first of `iterate_mask_token_candidates` that does not occur in the training
-    data. If all candidates occur, it is the highest unused id. `get_used_ids` returns the ids that
-    occur in the data and is called only if needed. If `get_used_ids` is None, the first candidate
-    is returned. Raises ValueError if no id is suitable.
+    data. If all candidates occur, it is the highest token id that does not occur.
+
+    `get_used_ids` returns the ids that occur in the data and is called only if needed. If
+    `get_used_ids` is None, the first candidate is returned. Raises ValueError if no id is suitable.
     """
     candidates = iterate_mask_token_candidates(tokenizer, vocab_size, end_token_ids)
     first_candidate = next(candidates, None)
@@ -160,7 +161,7 @@ def choose_rope_parameters(target_config: PretrainedConfig) -> dict[str, Any]:
     `rope_parameters` in transformers 5.
 
     `rope_theta` is the target's, because a warm start copies weights that were trained with this
-    value. The target's rotary scaling is copied if INHERITED_ROPE_TYPES contains its type.
+    value. Rotary scaling is copied from the target only if its type is in INHERITED_ROPE_TYPES.
     """
     target_parameters = get_rope_parameters(target_config)
     parameters = {
@@ -277,9 +278,9 @@ def remove_copied_embedding_and_head(drafter: Drafter, target: Target) -> None:
     """Remove the drafter's embedding and language model head, so that the drafter uses the
     target's.
 
-    Both must be copies: they equal the target's weights after a cast to the dtype of one of the
-    two. Raises ValueError if they are not. Does nothing for families that always have their own
-    language model head.
+    Raises ValueError if one of them is not a copy, that is, if its weight differs from the target's
+    by more than the cast to another dtype. Does nothing for drafter families that always have their
+    own language model head.
     """
     if drafter.family.includes_lm_head:
         return

@@ -203,8 +203,8 @@ def require_family_installed(name: str) -> None:
 
 
 def check_family_and_layers(family_name: str, layers: int) -> None:
-    """Raise ValueError if the family does not exist or is not installed, or if its drafters cannot
-    have this number of layers."""
+    """Raise ValueError in three cases: the drafter family does not exist, it is not installed, or
+    its drafters cannot have `layers` layers."""
     require_family_installed(family_name)
     family = DRAFTER_FAMILIES.get(family_name)
     if family is None:
@@ -240,7 +240,7 @@ def check_export_format(
     family: Family, format_name: str, head: HeadSpec | None, convolutions: bool
 ) -> None:
     """Raise ValueError if the export format `format_name` cannot store the drafter. The message
-    names the formats that can.
+    names the formats that can store it.
 
     The drafter belongs to `family` and has the conditional head `head` (None: no head).
     `convolutions` tells whether the drafter has convolutions.

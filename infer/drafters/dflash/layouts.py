@@ -287,8 +287,8 @@ def set_options_and_tensor_names(
 
 
 def read_convolutions(keys: CheckedKeys, hidden_size: int) -> dict[str, int]:
-    """Return the config.json entries that describe DFlash 2's convolutions; {} if there are
-    none."""
+    """Return the config.json entries that describe the convolutions of a DFlash 2 drafter; {} if it
+    has none."""
     if not keys.get("conv_kernel_size"):
         return {}
     group_size = keys.get("conv_group_size", DEFAULT_CONVOLUTION_GROUP_SIZE)
@@ -320,8 +320,8 @@ def read_conditional_head(
     """Return the config.json entries that describe the conditional head (it makes a token's score
     depend on the drafted tokens before it).
 
-    They include `sample_from_anchor` if the bonus token's position also drafts a token; this is
-    possible without a conditional head.
+    If a token is also drafted at the bonus token's position, the entry `sample_from_anchor` is
+    returned too, even if there is no conditional head.
     """
     head_config = read_head_config(keys)
     intermediate_size = keys.get("xpress_mlp_hidden")
@@ -362,9 +362,12 @@ def read_causal_flag(
     """Return {"causal": value} if config.json makes all layers causal, or all not causal, within
     the block; else {}.
 
-    Engines read different names of this flag (CAUSAL_KEYS), so contradicting values are a problem.
-    NeMo's JetSpec recipe writes is_causal false and causal true. In transformers' layout,
-    `options["sliding_window"]` is also converted from a distance to a number of positions.
+    Some engines read another name of this flag than others (CAUSAL_KEYS). If two names have
+    different values, a sentence is added to `keys.problems`. For example, NeMo's JetSpec recipe
+    writes is_causal false and causal true.
+
+    In transformers' layout, `options["sliding_window"]` is changed from the largest distance
+    between query and key to the number of positions in the window.
     """
     family_config = {}
     if "sliding_attention" in options["layer_types"]:
