@@ -46,7 +46,7 @@ def compute_accumulators(
 def linear(states: torch.Tensor, weights: Int8Weights | LinearWeights) -> torch.Tensor:
     """Implement `infer.kernels.reference.linear` for int8 weights.
 
-    Float weights are multiplied by the reference.
+    For weights that are not quantised (`LinearWeights`), the reference implementation is used.
     """
     if not isinstance(weights, Int8Weights):
         return reference.linear(states, weights)

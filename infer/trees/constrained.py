@@ -21,7 +21,7 @@ import torch
 from infer.trees.tree import DraftNodes, DraftTree, Proposal
 
 # A conditional head predicts probabilities of its candidate tokens only. If the candidates that the
-# grammar allows have a smaller total probability than this, the drafter's marginal probabilities of
+# grammar allows have a total probability below this value, the drafter's marginal probabilities of
 # the whole vocabulary are used instead.
 MIN_ALLOWED_HEAD_CANDIDATES_PROBABILITY = 1e-3
 
@@ -35,7 +35,8 @@ class TokenScores(NamedTuple):
 
 @dataclass(frozen=True)
 class GrammarRule:
-    """The tokens that the grammar of one sequence allows and forces after the root of its tree."""
+    """The rule of a grammar for one draft tree: a function that returns the allowed tokens, and the
+    tokens that the grammar forces after the root."""
 
     # A function. Argument: the drafted tokens after the root. Returns a bool array of the shape
     # (vocabulary size,), which is true for the tokens that may come next.
@@ -113,7 +114,7 @@ class RowDistributions:
                 candidates.log_q[usable], candidates.tokens[usable], count
             )
 
-        # If enough of the likeliest tokens are allowed, which is usual, the vocabulary need not be
+        # Usually, enough of the likeliest tokens are allowed. Then the whole vocabulary need not be
         # sorted.
         log_q = self.log_q[slot]
         top_tokens, probabilities = self.top_tokens(slot)
@@ -213,7 +214,8 @@ class ConstrainedSearch:
         """Compute the allowed children of the newest node, and add the best one to the heap.
 
         log_prob: log-probability of the whole prefix that ends at the newest node
-        excluded_token: token of a child that the caller adds to the tree itself
+        excluded_token: this token is not used as a child, because the caller adds a node with this
+            token; None for no such token
         """
         node = self.newest_node
         path = self.paths[node]
@@ -240,7 +242,8 @@ class ConstrainedSearch:
     def add_best_child(self) -> None:
         """Move the likeliest child from the heap to the tree.
 
-        Then add the next sibling and the best child of the new node to the heap.
+        Then add two other nodes to the heap: the next sibling of the moved node, and the best child
+        of the moved node.
         """
         negative_log_prob, _, parent, index = heapq.heappop(self.heap)
         self.add_node(int(self.children[parent].tokens[index]), parent, -negative_log_prob)
