@@ -213,8 +213,9 @@ class Drafter(nn.Module):
         """Compute the hidden states (B, num_slots, hidden_size) of the slots (input positions) of
         one block per batch row.
 
-        `bonus` (B,) are the bonus tokens, after which the blocks are drafted. The returned states
-        are the output of the final norm, or its input if the conditional head needs that.
+        `bonus` (B,) are the bonus tokens, after which the blocks are drafted. The final norm has
+        been applied to the returned states, with one exception: it is not applied if the
+        conditional head reads the states before this norm.
         """
         raise NotImplementedError
 

@@ -56,7 +56,7 @@ class Family:
     config_key: str = ""  # key of the object in config.json that holds this family's own keys
     layers: int | None = None  # the only allowed number of layers; None allows any number
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)  # ZeRO stages of DeepSpeed that training supports
-    # key: name of an export format, the value of the export command's option `format`
+    # Key: name of an export format (the export command's option `format`). Value: its limits.
     formats: dict[str, ExportFormat] = field(default_factory=dict)
     # names of options of `drafter` that this family reads but some other family ignores
     options: tuple[str, ...] = ()

@@ -78,7 +78,7 @@ class PromptLookup(nn.Module):
 
     The distribution of the d-th token is the weighted count of the proposed tokens. The weight of a
     match is multiplied by LOOKUP_WEIGHT_FACTOR_PER_TOKEN for each additional token that matches. Of
-    two matches with the same number of tokens, the later one weighs more.
+    two matches with the same number of matching tokens, the later one weighs more.
 
     `block_size` is the number of drafted tokens + 1, as the bonus token is counted too.
     """

@@ -3,9 +3,9 @@
 For each linear layer, calibration determines the smoothing factors (SmoothQuant), the number of
 int8 codes per activation, and the int8 codes of the weights.
 
-The weights are rounded by GPTQ (2210.17323, section 3). GPTQ processes the inputs of a layer in
-order. After it has rounded the weights of an input, it changes the weights of all later inputs to
-compensate for the rounding errors.
+The weights are rounded by GPTQ (arXiv 2210.17323, section 3). GPTQ processes the inputs of a layer
+in order. After it has rounded the weights of an input, it changes the weights of all later inputs
+to compensate for the rounding errors.
 """
 
 from collections.abc import Callable, Iterator

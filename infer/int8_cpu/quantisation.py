@@ -1,8 +1,8 @@
 """Quantise activations to int8 codes, and dequantise the int32 results of their matmuls.
 
 An activation has one or two codes. The second code is the quantised rounding error of the first
-code. With two codes, a tensor of codes has (2 * positions) rows: first the first codes of all
-positions, then the second codes. An accumulator is a sum of products of codes, a value of the int32
+code. With two codes, a tensor of codes has (2 * positions) rows; the first codes of all positions
+come before the second codes. An accumulator is a sum of products of codes, a value of the int32
 result. Each kernel divides its work into work items, and several threads share the work items
 (infer/kernels/launch.py).
 """

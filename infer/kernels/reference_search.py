@@ -4,11 +4,11 @@ The search finds the most probable prefixes. It is the reference implementation 
 `best_first_search`. It is also the only search that supports recurrent conditional heads, because
 it keeps the recurrent state of each prefix.
 
-Prefixes with equal scores are ordered by these rules, of which the first that makes a difference
+Prefixes with equal scores are ordered by these rules; the first rule that distinguishes them
 decides:
 
 1. The prefix with the smaller depth comes first.
-2. The prefix whose parent comes first comes first.
+2. The prefix whose parent comes earlier comes first.
 3. The prefix whose last token has the higher log-probability after its parent comes first.
 4. The prefix whose last token has the lower index among the candidates comes first.
 """

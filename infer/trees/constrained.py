@@ -261,7 +261,8 @@ def search_constrained(
     rule: the grammar of the batch row
     branches: whether the tree may have branches; otherwise the nodes form a chain
 
-    Fewer nodes are returned if the grammar allows fewer. A node with an EOS token has no children.
+    Fewer nodes are returned if the grammar allows fewer prefixes. A node with an EOS token has no
+    children.
     """
     search = ConstrainedSearch(proposal, row, budget, rule, branches)
     for token in rule.forced[: min(search.max_depth, budget)]:

@@ -5,7 +5,8 @@ tokens, and a node represents the prefix that ends at the node. The score of a n
 log-probability of its prefix: the score of the parent plus the log-probability of the node's token
 after the parent's prefix. A prefix is never more probable than its parent. Lemma 1 and proposition
 1 of the paper therefore also hold for the probabilities of a conditional head. If the drafter
-predicts only marginals, they are used as the conditional probabilities.
+predicts only marginals (probabilities that do not depend on the other drafted tokens), they are
+used as the conditional probabilities.
 
 The search is exact. For marginals and for heads that depend on the previous token only, it is the
 best-first search of the paper's algorithm 1. For recurrent heads it proceeds depth by depth. Both

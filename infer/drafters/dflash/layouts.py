@@ -2,9 +2,10 @@
 these formats.
 
 The public layout is the format of the DFlash authors' checkpoints, which this project also writes.
-Every other layout is described by its differences from the public layout. Some checkpoints in the
-public layout have layers with a sliding window, or store sizes in `dflash_config`. JetSpec's
-checkpoints have the additional flag `causal_head`, and NeMo Automodel's have another class name.
+Every other layout is described by its differences from the public layout. Checkpoints in the public
+layout can differ in details: some have layers with a sliding window or store sizes in
+`dflash_config`, JetSpec's have the additional flag `causal_head`, and NeMo Automodel's have another
+class name.
 """
 
 from collections.abc import Collection, Mapping
@@ -25,7 +26,7 @@ class CheckpointLayout(NamedTuple):
     the DFlash authors' checkpoints (the public layout)."""
 
     name: str
-    # whether the bonus token's position drafts a token, if config.json does not say
+    # default: whether a token is drafted at the bonus token's position
     drafts_from_anchor: bool = False
     # config.json keys that are required in addition to those of the public layout
     required_keys: tuple[str, ...] = ()
@@ -362,9 +363,9 @@ def read_causal_flag(
     """Return {"causal": value} if config.json makes all layers causal, or all not causal, within
     the block; else {}.
 
-    Some engines read another name of this flag than others (CAUSAL_KEYS). If two names have
-    different values, a sentence is added to `keys.problems`. For example, NeMo's JetSpec recipe
-    writes is_causal false and causal true.
+    Engines use different names for this flag (CAUSAL_KEYS). If two names have different values, a
+    sentence is added to `keys.problems`. For example, NeMo's JetSpec recipe writes is_causal false
+    and causal true.
 
     In transformers' layout, `options["sliding_window"]` is changed from the largest distance
     between query and key to the number of positions in the window.

@@ -268,7 +268,7 @@ class DFlash(Drafter):
         These are the first attention layers of the target that follow layer_ids[0], the first layer
         that the drafter reads. If too few attention layers follow it, these are the target's last
         attention layers. `layers` is the drafter's number of layers. Returns [] if the target has
-        fewer attention layers than this.
+        fewer attention layers than the drafter has layers.
         """
         all_attention_layers = get_attention_layer_ids(target_config)
         later_layers = [layer for layer in all_attention_layers if layer > layer_ids[0]]

@@ -5,8 +5,8 @@ Slots are the drafted positions of a block, numbered from 0. A query is a pair o
 before the slot. Base scores are the drafter's scores before the conditional head changes them. The
 candidates of a slot are the tokens with the highest base scores. The log-probability of a candidate
 is exact: it is normalised over all tokens that the drafter can propose, or over the `top_k` tokens
-among which the head chooses. The probabilities of a slot's candidates therefore need not add up to
-1. Scores have one column for each token that the drafter can propose; `DraftVocabulary` maps
+among which the head chooses. Therefore, the probabilities of a slot's candidates may add up to less
+than one. Scores have one column for each token that the drafter can propose; `DraftVocabulary` maps
 columns to token ids.
 
 B batch rows, L slots, R tokens that the drafter can propose, D hidden size.
