@@ -380,12 +380,12 @@ class Drafter(nn.Module):
 
     @torch.no_grad()
     def initialize(self, target: Target, generator: torch.Generator, warm_start: bool) -> bool:
-        """Initialise all weights of a new drafter for a target. Return whether the layers were
-        warm-started, that is, start with weights of target layers.
+        """Initialise all weights of a new drafter for a target. Return true if the layers were
+        warm-started, that is, if they start with weights of target layers.
 
-        If the family has its own language model head, this head starts as a copy of the target's.
-        With `warm_start`, the method `warm_start` is tried; otherwise the layers start with random
-        weights.
+        If the drafter family has its own language model head, this head starts as a copy of the
+        target's. If `warm_start` is true and a warm start is possible, the layers are warm-started;
+        otherwise they start with random weights.
         """
         self.init_weights(generator)
         shrink_final_norm(self.norm, target)
@@ -399,9 +399,10 @@ class Drafter(nn.Module):
         """Copy the weights of target layers and of the target's final norm into the drafter. Return
         whether this was possible.
 
-        It is possible if a drafter layer with a target layer's weights computes the same as the
-        target layer. If not, nothing is changed. The projection of the target's hidden states, if
-        the drafter has one, is set to select a single target layer.
+        A warm start is possible if a drafter layer with the weights of a target layer computes the
+        same output as the target layer. If it is not possible, the drafter's weights are not
+        changed. If the drafter has a projection of the target's hidden states, the warm start sets
+        this projection to select a single target layer.
         """
         layers = [module for module in self.modules() if isinstance(module, DrafterLayer)]
         layer_ids = self.choose_warm_start_layers(self.layer_ids, len(layers), target.config)

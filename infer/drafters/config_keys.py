@@ -157,10 +157,10 @@ class CheckedKeys(dict[str, Any]):
         return values
 
     def report_unknown_key(self, key: str, value: Any) -> None:
-        """Add an unknown key to `warnings` or `problems`.
+        """Add a sentence about an unknown key to `warnings` or `problems`.
 
-        It is only a warning if the value is empty or false, or if the key's name contains a word of
-        WORDS_IN_IGNORED_CONFIG_KEYS.
+        The sentence is added to `warnings` if the value is empty or false, or if the key's name
+        contains a word of WORDS_IN_IGNORED_CONFIG_KEYS.
         """
         if not value or WORDS_IN_IGNORED_CONFIG_KEYS & set(key.lower().split("_")):
             self.warnings.append(f"config.json: the key {key} is unknown and ignored")
@@ -252,8 +252,8 @@ class CheckedKeys(dict[str, Any]):
         """Return the parameters of the rotary embeddings, in the format of `rope_parameters` in
         transformers 5.
 
-        They are read from the key `rope_parameters`, or from the older keys `rope_theta` and
-        `rope_scaling`. If rope_type is unknown, a sentence is added to `problems`, and {} is
+        The parameters are read from the key `rope_parameters`, or from the older keys `rope_theta`
+        and `rope_scaling`. If rope_type is unknown, a sentence is added to `problems`, and {} is
         returned.
         """
         stored = self.get("rope_parameters") or self.get("rope_scaling") or {}

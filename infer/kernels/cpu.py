@@ -40,7 +40,7 @@ LN2_HIGH = np.float32(0.693359375)
 LN2_LOW = np.float32(-2.12194440e-4)
 # The coefficients of x^2 .. x^7 in the Taylor series of e^x about 0.
 EXP_COEFFICIENTS = tuple(np.float32(1 / factorial) for factorial in (2, 6, 24, 120, 720, 5040))
-# The sum of this and a small float32 is the float32 rounded to an integer, which is in the lowest
+# Adding this number to a small float32 rounds it to an integer. The integer is then in the lowest
 # bits of the sum.
 FLOAT32_ROUND_TO_INTEGER_ADDEND = np.float32(1.5 * 2**23)
 EXP_UNDERFLOW = np.float32(-87)  # for x below this, `exp` returns 0

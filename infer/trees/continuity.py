@@ -133,7 +133,8 @@ def search_beam(trie, tokens, log_q, drafter_scores, is_end, context, suffixes, 
     extension_scores = np.empty(width * num_candidates)
     extended_suffixes = np.empty((width, max_suffixes + 1, num_candidates), np.int64)
     probabilities = np.empty(num_candidates)
-    unigrams = np.zeros(num_candidates)  # probability of unseen tokens: 0
+    # n-gram probabilities of tokens that never followed a suffix of the path: all are 0
+    unigrams = np.zeros(num_candidates)
     active[0] = -1  # the first prefix to extend is the root, -1
     num_active = 1
     size = 0

@@ -158,7 +158,7 @@ class DARTState(DrafterState):
 
 
 class DART(Drafter):
-    """The DART drafter. The parameters have the same names as in the published checkpoints."""
+    """The DART drafter. Its tensors have the same names as in the published checkpoints."""
 
     # A block's first slot is the last context position, one before the bonus token.
     anchor_offset = 1

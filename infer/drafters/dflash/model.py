@@ -185,10 +185,10 @@ class DFlashState(DrafterState):
 
 
 class DFlash(Drafter):
-    """The DFlash drafter. The parameters have the same names as in the public checkpoints.
+    """The DFlash drafter. Its tensors have the same names as in the public checkpoints.
 
     The inputs of a block are the bonus token and mask tokens. A token is drafted at each mask
-    token, and also at the bonus token if the config has `sample_from_anchor`.
+    token, and also at the bonus token if `sample_from_anchor` is true in the config.
     """
 
     family = DRAFTER_FAMILIES["dflash"]
@@ -528,8 +528,8 @@ class DFlash(Drafter):
     ) -> None:
         """Compute the keys and values of newly committed positions and write them to the KV cache.
 
-        They equal the result of `DrafterAttention.project_keys_values` in training. `tokens` is
-        ignored; the other arguments are explained in `Drafter.update_context`.
+        The keys and values equal the result of `DrafterAttention.project_keys_values` in training.
+        `tokens` is ignored; the other arguments are explained in `Drafter.update_context`.
         """
         cache = state.cache
         rows, width, _ = features.shape

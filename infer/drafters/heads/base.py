@@ -163,8 +163,9 @@ def get_draft_vocab_size(config: Qwen3Config) -> int:
 class ConfidenceHead(nn.Module):
     """DSpark's confidence head: predicts the probability that a drafted token is accepted.
 
-    It reads the hidden state at the drafted position. If `input_size` is larger than the hidden
-    size, it also reads the conditional head's embedding of the token before that position.
+    The confidence head reads the hidden state at the drafted position. If `input_size` is larger
+    than the hidden size, it also reads the conditional head's embedding of the token before that
+    position.
     """
 
     def __init__(self, input_size: int) -> None:

@@ -82,7 +82,8 @@ class ConditionalDraft:
         # (B, drafted positions, top_k): the columns of the scores (tokens) among which the head
         # chooses, likeliest first; None means all columns
         self.choice_columns: torch.Tensor | None = None
-        self.base_scores = marginals  # (B, drafted positions, tokens): base scores
+        # (B, drafted positions, tokens): the drafter's scores before the conditional head changes them
+        self.base_scores = marginals
         if self.head.top_k:
             self.choice_columns = marginals.topk(self.head.top_k, dim=-1).indices
             self.base_scores = torch.full_like(marginals, -torch.inf).scatter(
