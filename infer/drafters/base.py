@@ -9,7 +9,7 @@ size of a position's features (hidden states of several target layers, concatena
 attention head, V tokens of the target's vocabulary, R tokens that the drafter can propose (R <= V).
 
 A drafter family consists of a subclass of `Drafter` and an entry in `infer.drafters.families`. Read
-dflash/model.py as the example. Besides its modules, a subclass defines:
+dflash/model.py as the example. Besides its layers, a subclass defines:
 
 - for new drafters: `default_layer_ids` chooses the target layers that the drafter reads, and
   `build_family_config` builds the object in config.json that holds the family's keys;

@@ -302,10 +302,10 @@ def equal_in_either_dtype(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def read_options_from_config(drafter: Drafter) -> dict[str, Any]:
-    """Return the values of the fields of `infer.config.DrafterConfig` that an existing drafter's
-    config.json determines.
+    """Return those options of a new drafter that can be read from an existing drafter's
+    config.json. The keys are fields of `infer.config.DrafterConfig`.
 
-    The fields of the conditional head are not included.
+    The options of the conditional head are not included.
     """
     family_config = drafter.family_config
     family = drafter.family

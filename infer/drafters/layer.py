@@ -149,7 +149,8 @@ class DrafterLayer(nn.Module):
 
         `rotary` holds cos and sin of the positions' rotary embeddings. `attend` computes attention
         from the blocks' queries, keys and values, and supplies the keys and values of the context.
-        `attention_inputs` (B, Q, input_size) replaces `prepare_attention_inputs(states)`.
+        `attention_inputs` (B, Q, input_size), if given, are used instead of
+        `prepare_attention_inputs(states)`.
         """
 
         def self_attention(inputs: torch.Tensor) -> torch.Tensor:

@@ -62,7 +62,8 @@ def argmax_head(states: torch.Tensor, head: nn.Module) -> torch.Tensor:
 
 
 def make_random_weights(outputs: int) -> Int8Weights:
-    """Return random int8 weights of a linear layer with 48 inputs, for the checks below."""
+    """Return random int8 weights of a linear layer with 48 inputs, for the checks in this
+    module."""
     generator = torch.Generator().manual_seed(outputs)
     codes = torch.randint(-127, 128, (outputs, 48), dtype=torch.int8, generator=generator)
     scales = torch.rand(outputs, generator=generator) / 127

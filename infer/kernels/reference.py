@@ -131,7 +131,7 @@ def attention(
         heads per key head * new positions, head size). Both have the same memory layout.
     keys, values: (B, key heads, keys, head size)
     mask: an AttentionMask; or a tensor (B, 1, new positions, keys), boolean or additive; or None
-    scale: factor of the scores; None for 1 / sqrt(head size)
+    scale: factor by which the scores are multiplied; None for 1 / sqrt(head size)
 
     In decoding, an AttentionMask over a cache is converted to a tensor. In training, an
     AttentionMask allows ranges of keys, and attention is computed in pieces

@@ -144,12 +144,13 @@ class RowDistributions:
         return TokenScores(self.table[slot - 1, table_rows[0]], self.candidates[slot])
 
     def _find_top_tokens(self, slot: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the likeliest tokens of a drafted position, and the probabilities of all tokens.
+        """Return the `num_top_tokens` likeliest tokens of a drafted position, and the probabilities
+        of all tokens.
 
         slot: index of the drafted position
 
-        The tokens are in descending order of their marginal probability. The marginal probabilities
-        have the shape (vocabulary size,).
+        The likeliest tokens are in descending order of their marginal probability. The second
+        result is the marginal probabilities, (vocabulary size,).
         """
         log_q = self.log_q[slot]
         count = min(self.num_top_tokens, len(log_q) - 1)

@@ -133,8 +133,7 @@ def search_beam(trie, tokens, log_q, drafter_scores, is_end, context, suffixes, 
     extension_scores = np.empty(width * num_candidates)
     extended_suffixes = np.empty((width, max_suffixes + 1, num_candidates), np.int64)
     probabilities = np.empty(num_candidates)
-    # n-gram probabilities of tokens that never followed a suffix of the path: all are 0
-    unigrams = np.zeros(num_candidates)
+    unigrams = np.zeros(num_candidates)  # the n-gram probability of unseen tokens is 0
     active[0] = -1  # the first prefix to extend is the root, -1
     num_active = 1
     size = 0
@@ -153,8 +152,7 @@ def search_beam(trie, tokens, log_q, drafter_scores, is_end, context, suffixes, 
                     step += DART_NGRAM_WEIGHT * ngram_log_prob(probabilities[i])
                 parent_score = scores[0, parent] if parent >= 0 else 0.0
                 parent_log_q = scores[1, parent] if parent >= 0 else 0.0
-                # The minimum with 0 ensures that a child never scores higher than its parent, even
-                # with rounding errors.
+                # Because of the minimum, a child never scores higher than its parent.
                 scores[0, size] = min(step * level_weight, 0.0) + parent_score
                 scores[1, size] = log_q[level, i] + parent_log_q
                 extension_scores[size - level_start] = scores[0, size] - (

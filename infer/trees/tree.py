@@ -13,11 +13,12 @@ from infer.trees.vocabulary import FULL_VOCABULARY, DraftVocabulary
 
 
 class Conditionals(Protocol):
-    """A drafter's probabilities of candidate tokens, given the tokens drafted before.
+    """A drafter's probabilities of candidate tokens, given the tokens drafted before. Each drafted
+    position has a list of candidate tokens.
 
-    A drafter with a conditional head predicts them
-    (`infer.drafters.heads.draft.ConditionalDraft`). For other drafters they are the marginals. Each
-    drafted position has a list of candidate tokens.
+    If the drafter has a conditional head, `infer.drafters.heads.draft.ConditionalDraft` computes
+    the probabilities. Otherwise they are the marginals, which do not depend on the other drafted
+    tokens.
     """
 
     # Whether the probabilities of a position depend on all tokens drafted before. If false, they

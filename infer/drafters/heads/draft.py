@@ -82,7 +82,7 @@ class ConditionalDraft:
         # (B, drafted positions, top_k): the columns of the scores (tokens) among which the head
         # chooses, likeliest first; None means all columns
         self.choice_columns: torch.Tensor | None = None
-        # (B, drafted positions, tokens): the drafter's scores before the conditional head changes them
+        # (B, drafted positions, tokens): scores before the conditional head changes them
         self.base_scores = marginals
         if self.head.top_k:
             self.choice_columns = marginals.topk(self.head.top_k, dim=-1).indices
@@ -334,8 +334,8 @@ class ConditionalDraft:
 def draft_proposal(
     drafter: Drafter, target: Target, bonus: torch.Tensor, state: DrafterState, max_nodes: int
 ) -> Proposal:
-    """Draft a block for every batch row. Return a proposal, from which draft trees for greedy
-    decoding are built.
+    """Draft a block for every batch row. Return the proposal from which draft trees are built in
+    greedy decoding.
 
     `bonus` (B,) are the bonus tokens, after which the blocks are drafted. `state` is the drafter's
     decoding state. `max_nodes` is the maximum number of drafted nodes of a tree.
