@@ -5,11 +5,11 @@ distribution of one drafted token.
 
 Shapes: B batch rows, C new context positions, T context length, N anchors (positions of the bonus
 tokens after which blocks are drafted), L drafted positions, W slots of a block, D hidden size, F
-features of a position (hidden states of several target layers, concatenated), E head size, V tokens
-of the target's vocabulary, R tokens that the drafter can propose (R <= V).
+size of a position's features (hidden states of several target layers, concatenated), E size of an
+attention head, V tokens of the target's vocabulary, R tokens that the drafter can propose (R <= V).
 
-A family consists of a subclass of `Drafter` and an entry in `infer.drafters.families`. Read
-dflash/model.py as the example. Besides its modules, a subclass defines:
+A drafter family consists of a subclass of `Drafter` and an entry in `infer.drafters.families`. Read
+dflash/model.py as the example. Besides its layers, a subclass defines:
 
 - for new drafters: `default_layer_ids` chooses the target layers that the drafter reads, and
   `build_family_config` builds the object in config.json that holds the family's keys;
@@ -49,7 +49,8 @@ from infer.trees.vocabulary import FULL_VOCABULARY, DraftVocabulary
 
 
 class DraftedBlock(NamedTuple):
-    """One drafted block per batch row: the distribution of the token at each drafted position."""
+    """One drafted block per batch row: the distribution of the token at each drafted position, and
+    the hidden states that the conditional head needs."""
 
     # (B, drafted positions, tokens that the drafter can propose) float32 log-probabilities
     marginals: torch.Tensor
@@ -59,8 +60,8 @@ class DraftedBlock(NamedTuple):
 
 
 class Drafter(nn.Module):
-    """The base class of drafters. The parameters have the same names as in the family's public
-    checkpoints."""
+    """The base class of drafters. Its tensors have the same names as in the public checkpoints of
+    the drafter family."""
 
     family: Family
     # Key: the name of an export format. Value: the function that converts a drafter to this format;
@@ -92,7 +93,7 @@ class Drafter(nn.Module):
         self.confidence_head: ConfidenceHead | None = None
         # whether the conditional head reads the last layer's output before the final norm
         self.head_reads_raw_states = False
-        # file of n-gram counts in the checkpoint's folder, which improves the scores of draft trees
+        # file of n-gram counts in the checkpoint's folder; None if there is none
         self.ngram_path: Path | None = None
         self.quantised = False  # whether the linear layers have int8 weights
         # whether training recomputes activations in the backward pass instead of storing them
@@ -132,7 +133,11 @@ class Drafter(nn.Module):
     def build_family_config(
         options: DrafterConfig, target_config: PretrainedConfig, target: Target | None
     ) -> dict[str, Any]:
-        """Return the object that holds the family's keys in the config.json of a new drafter."""
+        """Return the object that holds the drafter family's keys in the config.json of a new
+        drafter.
+
+        `options` are the user's options. `target` is None if only the target's config is known.
+        """
         raise NotImplementedError
 
     @staticmethod
@@ -165,10 +170,10 @@ class Drafter(nn.Module):
     def prepare_training_inputs(
         self, target: Target, ids: torch.Tensor, positions: torch.Tensor, anchors: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the inputs of `forward` that depend on the drafter family: the two arguments
-        between `positions` and the masks.
+        """Compute the two inputs of `forward` that are different in each drafter family. In
+        `forward`, they follow the argument `positions`.
 
-        `ids` and `positions` (B, T) are the T tokens of each packed sequence and their positions.
+        `ids` (B, T) are the tokens of the packed sequences, and `positions` (B, T) their positions.
         `anchors` (B, num_blocks) are the indices of the blocks' bonus tokens in the packed
         sequences.
         """
@@ -196,8 +201,9 @@ class Drafter(nn.Module):
         `features` (B, T, num_features) are the concatenated hidden states of the target layers
         `layer_ids` at T new positions. `tokens` (B, T) are the tokens at these positions. The first
         counts[b] positions of batch row b are added; the other positions are padding.
-        `counts_on_device` (B,) are the same numbers as a tensor on the device. One of the two may
-        be None; `counts` is None if reading the numbers would need a GPU-to-CPU synchronisation.
+
+        `counts_on_device` (B,) is `counts` as a tensor on the device. One of these two arguments
+        may be None: `counts` is None if reading it would need a GPU-to-CPU synchronisation.
         """
         raise NotImplementedError
 
@@ -208,8 +214,8 @@ class Drafter(nn.Module):
         one block per batch row.
 
         `bonus` (B,) are the bonus tokens, after which the blocks are drafted. The final norm has
-        been applied to the result, unless the conditional head reads hidden states before this
-        norm.
+        been applied to the returned states, with one exception: it is not applied if the
+        conditional head reads the states before this norm.
         """
         raise NotImplementedError
 
@@ -312,7 +318,7 @@ class Drafter(nn.Module):
 
     def check_target(self, target: Target) -> None:
         """Raise ValueError if the drafter was made for another target. The message names every
-        difference between the config of the drafter and the target."""
+        setting in the drafter's config that does not fit the target."""
         config = self.config
         target_config = target.config
         sizes = {
@@ -334,8 +340,7 @@ class Drafter(nn.Module):
         reads_normed = layers - 1 in ids and self.family_config.get("last_tap") == "normed"
         if reads_normed and layers not in self.layer_ids:
             differences.append(
-                "no num_target_layers, although the drafter reads the target's last layer (use "
-                f"load_drafter(..., target_layers={layers}))"
+                f"no num_target_layers, although the drafter reads the target's last layer (use load_drafter(..., target_layers={layers}))"
             )
         if (self.mask_token_id or 0) >= target.vocab_size:
             differences.append(
@@ -343,8 +348,7 @@ class Drafter(nn.Module):
             )
         if differences:
             raise ValueError(
-                "this drafter was made for another target: its config has "
-                f"{'; '.join(differences)}. Use the target that it was made for"
+                f"this drafter was made for another target: its config has {'; '.join(differences)}. Use the target that it was made for"
             )
 
     def init_weights(self, generator: torch.Generator) -> None:
@@ -374,12 +378,12 @@ class Drafter(nn.Module):
 
     @torch.no_grad()
     def initialize(self, target: Target, generator: torch.Generator, warm_start: bool) -> bool:
-        """Initialise all weights of a new drafter for a target. Return whether the layers were
-        warm-started, that is, start with weights of target layers.
+        """Initialise all weights of a new drafter for a target. Return true if the layers were
+        warm-started, that is, if they start with weights of target layers.
 
-        If the family has its own language model head, this head starts as a copy of the target's.
-        With `warm_start`, the method `warm_start` is tried; otherwise the layers start with random
-        weights.
+        If the drafter family has its own language model head, this head starts as a copy of the
+        target's. If `warm_start` is true and a warm start is possible, the layers are warm-started;
+        otherwise they start with random weights.
         """
         self.init_weights(generator)
         shrink_final_norm(self.norm, target)
@@ -393,9 +397,10 @@ class Drafter(nn.Module):
         """Copy the weights of target layers and of the target's final norm into the drafter. Return
         whether this was possible.
 
-        It is possible if a drafter layer with a target layer's weights computes the same as the
-        target layer. If not, nothing is changed. The projection of the target's hidden states, if
-        the drafter has one, is set to select a single target layer.
+        A warm start is possible if a drafter layer with the weights of a target layer computes the
+        same output as the target layer. If it is not possible, the drafter's weights are not
+        changed. If the drafter has a projection of the target's hidden states, the warm start sets
+        this projection to select a single target layer.
         """
         layers = [module for module in self.modules() if isinstance(module, DrafterLayer)]
         layer_ids = self.choose_warm_start_layers(self.layer_ids, len(layers), target.config)
@@ -468,9 +473,9 @@ class Drafter(nn.Module):
     def draft_block(self, target: Target, bonus: torch.Tensor, state: Any) -> DraftedBlock:
         """Draft one block for every batch row, after the bonus tokens `bonus` (B,) int64.
 
-        The KV cache does not keep the keys and values of the block. The result does not depend on
-        the conditional head: each position's distribution is independent of the other drafted
-        tokens.
+        The result does not depend on the conditional head: the distribution at a drafted position
+        does not depend on the tokens at the other drafted positions. The keys and values of the
+        block do not stay in the KV cache.
         """
         cache = state.cache
         rows = len(bonus)
@@ -488,9 +493,11 @@ def get_feature_layer_ids(
 ) -> tuple[int, ...]:
     """Return the ids of the target layers whose hidden states the drafter reads, counted from 0.
 
-    `family_config` is the object in config.json that holds the family's keys. The returned id
-    `num_target_layers` stands for the last layer's hidden states after the final norm. The argument
-    `num_target_layers` is the target's number of layers, None if config.json does not store it.
+    An id equal to the number of target layers means the last layer's hidden states after the final
+    norm.
+
+    `family_config` is the object in config.json that holds the drafter family's keys.
+    `num_target_layers` is the number of target layers, None if config.json does not store it.
     """
     layer_ids = family_config["target_layer_ids"]
     if num_target_layers is None or family_config.get("last_tap") != "normed":
@@ -501,21 +508,19 @@ def get_feature_layer_ids(
 
 
 def limit_attention_window(drafter: Drafter, window: int) -> None:
-    """Limit the attention of every layer of the drafter to a sliding window of `window` positions,
-    which include the drafted block.
+    """Limit the attention of every layer of the drafter to a sliding window of `window` positions.
+    The positions of the drafted block count too.
 
     SGLang has the same option, `--speculative-dflash-draft-window-size`. Raises ValueError if the
     drafter's family does not support sliding windows, or if the window is shorter than a block.
     """
     if "sliding_window" not in drafter.family.specific_option_names:
         raise ValueError(
-            f"drafter.sliding_window={window}: {drafter.family.title} drafters do not support "
-            "sliding windows; remove this option"
+            f"drafter.sliding_window={window}: {drafter.family.title} drafters do not support sliding windows; remove this option"
         )
     if window < drafter.block_size:
         raise ValueError(
-            f"drafter.sliding_window={window}: the window must be at least as long as a block; use "
-            f"{drafter.block_size} or more"
+            f"drafter.sliding_window={window}: the window must be at least as long as a block; use {drafter.block_size} or more"
         )
     drafter.attention_patterns = [
         (causal, window if old_window is None else min(window, old_window))

@@ -1,8 +1,8 @@
 """Compute the hidden states of many drafted blocks of packed sequences in one pass, as in training.
 
 B batch rows (one packed sequence each), T tokens of a packed sequence, N blocks per packed
-sequence, W slots (input positions) of a block, D hidden size, F features of a position (hidden
-states of several target layers, concatenated).
+sequence, W slots (input positions) of a block, D hidden size, F size of a position's features
+(hidden states of several target layers, concatenated).
 """
 
 from collections.abc import Callable
@@ -27,10 +27,10 @@ def compute_packed_block_states(
     `packed_sequences` holds "ids", "positions" and "documents", (B, T) each, for B packed sequences
     of T tokens. `anchors` (B, num_blocks) are the indices of the bonus tokens after which blocks
     are drafted. `context` (B, T, num_features) are the target's hidden states that the drafter
-    reads. `forward` is the drafter, or a training engine that wraps the drafter.
+    reads. `forward` is the drafter, or an object of a training framework that wraps the drafter.
 
     Returns the hidden states (B, num_blocks, num_slots, hidden_size) of the blocks' slots (input
-    positions), after `Drafter.normalize_for_head`.
+    positions), to which `Drafter.normalize_for_head` was applied.
     """
     ids = packed_sequences["ids"]
     positions = packed_sequences["positions"]

@@ -85,12 +85,13 @@ def choose_mask_token(
     end_token_ids: Collection[int],
     get_used_ids: Callable[[], Collection[int]] | None = None,
 ) -> int:
-    """Choose the mask token, the input token of drafted positions.
+    """Choose the mask token, which is the input at drafted positions.
 
     The result is the first of `iterate_mask_token_candidates` that does not occur in the training
-    data. If all candidates occur, it is the highest unused id. `get_used_ids` returns the ids that
-    occur in the data and is called only if needed. If `get_used_ids` is None, the first candidate
-    is returned. Raises ValueError if no id is suitable.
+    data. If all candidates occur, it is the highest token id that does not occur.
+
+    `get_used_ids` returns the ids that occur in the data and is called only if needed. If
+    `get_used_ids` is None, the first candidate is returned. Raises ValueError if no id is suitable.
     """
     candidates = iterate_mask_token_candidates(tokenizer, vocab_size, end_token_ids)
     first_candidate = next(candidates, None)
@@ -109,8 +110,7 @@ def choose_mask_token(
         if unused_ids:
             return max(unused_ids)
     raise ValueError(
-        "no mask token was found: every token id of the target may occur in text. Set "
-        "drafter.mask_token_id to the id of a token that your data never contains"
+        "no mask token was found: every token id of the target may occur in text. Set drafter.mask_token_id to the id of a token that your data never contains"
     )
 
 
@@ -128,8 +128,7 @@ def choose_feature_layers(
         layer_ids = drafter_class.default_layer_ids(target_layers, options.layers)
     if any(not 0 <= layer < target_layers for layer in layer_ids):
         raise ValueError(
-            f"drafter.target_layer_ids={list(layer_ids)}: use layers of the target, 0 to "
-            f"{target_layers - 1}"
+            f"drafter.target_layer_ids={list(layer_ids)}: use layers of the target, 0 to {target_layers - 1}"
         )
     return tuple(int(layer) for layer in layer_ids)
 
@@ -148,9 +147,7 @@ def build_feature_layer_config(
         return {"target_layer_ids": layer_ids, "last_tap": options.last_layer_output}
     if options.last_layer_output != "raw":
         raise ValueError(
-            f"drafter.last_layer_output={options.last_layer_output}: drafter.target_layer_ids "
-            f"does not contain the target's last layer, {last_layer}; add this layer or remove "
-            "drafter.last_layer_output"
+            f"drafter.last_layer_output={options.last_layer_output}: drafter.target_layer_ids does not contain the target's last layer, {last_layer}; add this layer or remove drafter.last_layer_output"
         )
     return {"target_layer_ids": layer_ids}
 
@@ -160,7 +157,7 @@ def choose_rope_parameters(target_config: PretrainedConfig) -> dict[str, Any]:
     `rope_parameters` in transformers 5.
 
     `rope_theta` is the target's, because a warm start copies weights that were trained with this
-    value. The target's rotary scaling is copied if INHERITED_ROPE_TYPES contains its type.
+    value. Rotary scaling is copied from the target only if its type is in INHERITED_ROPE_TYPES.
     """
     target_parameters = get_rope_parameters(target_config)
     parameters = {
@@ -221,8 +218,7 @@ def check_draft_vocab_size(options: DrafterConfig, target_config: PretrainedConf
     has."""
     if (options.draft_vocab_size or 0) > target_config.vocab_size:
         raise ValueError(
-            f"drafter.draft_vocab_size={options.draft_vocab_size}: the target has "
-            f"{target_config.vocab_size} tokens; use at most this number"
+            f"drafter.draft_vocab_size={options.draft_vocab_size}: the target has {target_config.vocab_size} tokens; use at most this number"
         )
 
 
@@ -279,9 +275,9 @@ def remove_copied_embedding_and_head(drafter: Drafter, target: Target) -> None:
     """Remove the drafter's embedding and language model head, so that the drafter uses the
     target's.
 
-    Both must be copies: they equal the target's weights after a cast to the dtype of one of the
-    two. Raises ValueError if they are not. Does nothing for families that always have their own
-    language model head.
+    Raises ValueError if one of them is not a copy, that is, if its weight differs from the target's
+    by more than the cast to another dtype. Does nothing for drafter families that always have their
+    own language model head.
     """
     if drafter.family.includes_lm_head:
         return
@@ -303,10 +299,10 @@ def equal_in_either_dtype(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def read_options_from_config(drafter: Drafter) -> dict[str, Any]:
-    """Return the values of the fields of `infer.config.DrafterConfig` that an existing drafter's
-    config.json determines.
+    """Return those options of a new drafter that can be read from an existing drafter's
+    config.json. The keys are fields of `infer.config.DrafterConfig`.
 
-    The fields of the conditional head are not included.
+    The options of the conditional head are not included.
     """
     family_config = drafter.family_config
     family = drafter.family

@@ -61,8 +61,8 @@ class ParsedConfig:
     # Tensors that have another name in this project. Key: name in the checkpoint. Value: name in
     # this project.
     renamed_tensors: dict[str, str] = field(default_factory=dict)
-    # Number of rows of tensors that have a row for each token, if these tensors are padded to more
-    # rows than the vocabulary has tokens; else None.
+    # Number of rows, with padding rows, of the tensors that have one row for each token. None if
+    # these tensors have no padding rows.
     padded_vocab_size: int | None = None
 
     @property
@@ -157,18 +157,17 @@ class ValidConfigEntries(dict[str, Any]):
         return values
 
     def report_unknown_key(self, key: str, value: Any) -> None:
-        """Add an unknown key to `warnings` or `problems`.
+        """Add a sentence about an unknown key to `warnings` or `problems`.
 
-        It is only a warning if the value is empty or false, or if the key's name contains a word of
-        WORDS_IN_IGNORED_CONFIG_KEYS.
+        The sentence is added to `warnings` if the value is empty or false, or if the key's name
+        contains a word of WORDS_IN_IGNORED_CONFIG_KEYS.
         """
         if not value or WORDS_IN_IGNORED_CONFIG_KEYS & set(key.lower().split("_")):
             self.warnings.append(f"config.json: the key {key} is unknown and ignored")
             return
         self.add_problem(
             key,
-            f"is {reprlib.repr(value)}, but this key is unknown and may change what the drafter "
-            "computes; remove the key if it does not",
+            f"is {reprlib.repr(value)}, but this key is unknown and may change what the drafter computes; remove the key if it does not",
         )
 
     def add_problem(self, key: str, description: str) -> None:
@@ -218,8 +217,8 @@ class ValidConfigEntries(dict[str, Any]):
         return options | self.read_layer_types(self["num_hidden_layers"])
 
     def _check_sizes(self, hidden_size: int, heads: int, key_heads: int, head_dim: int) -> None:
-        """Add a sentence to `problems` for each of the given sizes that contradicts another
-        size."""
+        """Check the given sizes of the drafter. Add a sentence to `problems` for each size that
+        contradicts another one."""
         target_hidden_size = self.get("target_hidden_size", hidden_size)
         if target_hidden_size != hidden_size:
             self.add_problem(
@@ -229,8 +228,7 @@ class ValidConfigEntries(dict[str, Any]):
         if "head_dim" not in self and hidden_size % heads:
             self.add_problem(
                 "head_dim",
-                f"is missing; without it, hidden_size ({hidden_size}) must be a multiple of "
-                f"num_attention_heads ({heads})",
+                f"is missing; without it, hidden_size ({hidden_size}) must be a multiple of num_attention_heads ({heads})",
             )
         if heads % key_heads:
             self.add_problem(
@@ -242,8 +240,9 @@ class ValidConfigEntries(dict[str, Any]):
 
     @property
     def padded_vocab_rows(self) -> int | None:
-        """The value of `draft_vocab_size` if it is larger than the vocabulary, else None. The
-        tensors of such a checkpoint have padding rows after the last token."""
+        """The value of `draft_vocab_size` if it is larger than the vocabulary, else None. In a
+        checkpoint with such a value, tensors with one row for each token have padding rows after
+        the last token."""
         rows = self.get("draft_vocab_size", 0)
         return rows if rows > self["vocab_size"] else None
 
@@ -251,8 +250,8 @@ class ValidConfigEntries(dict[str, Any]):
         """Return the parameters of the rotary embeddings, in the format of `rope_parameters` in
         transformers 5.
 
-        They are read from the key `rope_parameters`, or from the older keys `rope_theta` and
-        `rope_scaling`. If rope_type is unknown, a sentence is added to `problems`, and {} is
+        The parameters are read from the key `rope_parameters`, or from the older keys `rope_theta`
+        and `rope_scaling`. If rope_type is unknown, a sentence is added to `problems`, and {} is
         returned.
         """
         stored = self.get("rope_parameters") or self.get("rope_scaling") or {}
@@ -290,11 +289,11 @@ class ValidConfigEntries(dict[str, Any]):
         return {"rope_type": rope_type} | parameters
 
     def read_layer_types(self, layers: int) -> dict[str, Any]:
-        """Return the arguments of Qwen3Config that give each of the drafter's `layers` layers full
-        attention or a sliding window.
+        """Return the arguments of Qwen3Config that choose full attention or a sliding window for
+        each layer of the drafter. `layers` is the number of layers.
 
-        The length of the window is included if a layer has a window. `use_sliding_window` is then
-        included too, because Qwen3Config ignores the window without it.
+        If a layer has a sliding window, the arguments also contain the window's length and
+        `use_sliding_window`, because Qwen3Config ignores the length without `use_sliding_window`.
         """
         full_layers = layers
         if self.get("use_sliding_window"):
@@ -321,13 +320,16 @@ class ValidConfigEntries(dict[str, Any]):
     ) -> dict[str, Any]:
         """Return the config.json entries that describe which target layers the drafter reads.
 
-        `target_layer_ids` are the layers, counted from 0. `default_last_tap` is included if the
-        target's last layer is, or may be, among them. The value "raw" means that the drafter reads
-        the last layer's output before the target's final norm, and "normed" means after the norm.
+        The entry `target_layer_ids` is the list of these layers, counted from 0. The entry
+        `default_last_tap` is returned if the
+        target's last layer is in this list, or if it is unknown which
+        layer is the last. Its value is "raw" if the drafter reads
+        the last layer's output before
+        the target's final norm, and "normed" if it reads the output after this norm.
 
         `layers` is the target's number of layers, None if unknown. `first_layer_id` is the number
-        of the target's first layer in this config.json. The argument `default_last_tap` is the
-        default value.
+        that this config.json uses for the target's first layer. The argument `default_last_tap` is the
+        default value of the entry if config.json has none.
         """
         layer_ids = self["target_layer_ids"]
         too_high = layers is not None and max(layer_ids) >= layers + first_layer_id

@@ -58,7 +58,7 @@ class Family:
     config_key: str = ""  # key of the object in config.json that holds this family's own keys
     required_layers: int | None = None  # the only allowed number of layers; None allows any number
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)  # ZeRO stages of DeepSpeed that training supports
-    # key: name of an export format, the value of the export command's option `format`
+    # Key: name of an export format (the export command's option `format`). Value: its limits.
     formats: dict[str, ExportFormat] = field(default_factory=dict)
     # names of options of `drafter` that this family reads but some other family ignores
     specific_option_names: tuple[str, ...] = ()
@@ -205,8 +205,8 @@ def require_family_installed(name: str) -> None:
 
 
 def check_family_and_layers(family_name: str, layers: int) -> None:
-    """Raise ValueError if the family does not exist or is not installed, or if its drafters cannot
-    have this number of layers."""
+    """Raise ValueError in three cases: the drafter family does not exist, it is not installed, or
+    its drafters cannot have `layers` layers."""
     require_family_installed(family_name)
     family = DRAFTER_FAMILIES.get(family_name)
     if family is None:
@@ -214,8 +214,7 @@ def check_family_and_layers(family_name: str, layers: int) -> None:
     if family.required_layers not in (None, layers):
         plural = "s" if family.required_layers > 1 else ""
         raise ValueError(
-            f"drafter.layers={layers}: a {family.title} drafter has {family.required_layers} "
-            f"layer{plural}; drafter={family_name} sets this number, so remove drafter.layers"
+            f"drafter.layers={layers}: a {family.title} drafter has {family.required_layers} layer{plural}; drafter={family_name} sets this number, so remove drafter.layers"
         )
 
 
@@ -242,7 +241,7 @@ def check_export_format(
     family: Family, format_name: str, head: HeadSpec | None, convolutions: bool
 ) -> None:
     """Raise ValueError if the export format `format_name` cannot store the drafter. The message
-    names the formats that can.
+    names the formats that can store it.
 
     The drafter belongs to `family` and has the conditional head `head` (None: no head).
     `convolutions` tells whether the drafter has convolutions.
@@ -273,6 +272,5 @@ def check_zero_stage(family_name: str, stage: int) -> None:
     if stage not in allowed_stages:
         allowed = ", ".join(map(str, allowed_stages))
         raise ValueError(
-            f"deepspeed.stage={stage} shards the parameters, which drafter={family_name} does not "
-            f"support; allowed values of deepspeed.stage: {allowed}"
+            f"deepspeed.stage={stage} shards the parameters, which drafter={family_name} does not support; allowed values of deepspeed.stage: {allowed}"
         )

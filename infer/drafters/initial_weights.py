@@ -6,7 +6,7 @@ from torch import nn
 
 from infer.targets.target import Target
 
-# Maximum absolute logit of a new drafter. It is measured for
+# Maximum absolute value of a new drafter's logits. The logits are measured for
 # NUM_TOKENS_FOR_INITIAL_LOGIT_MEASUREMENT input tokens.
 MAX_LOGIT_OF_NEW_DRAFTER = 3.0
 NUM_TOKENS_FOR_INITIAL_LOGIT_MEASUREMENT = 32

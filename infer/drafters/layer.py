@@ -1,7 +1,7 @@
 """The decoder layer of drafters, and its attention over the context and the drafted block.
 
 Shapes: B batch rows, T context length, Q input positions of all blocks of a batch row (each has a
-query), D hidden size, H attention heads (key and value heads for keys and values), E head size.
+query), D hidden size, H attention heads (for keys and values: key and value heads), E head size.
 """
 
 from collections.abc import Callable
@@ -129,7 +129,7 @@ class DrafterLayer(nn.Module):
     def apply_sublayer(
         self, name: str, inputs: torch.Tensor, sublayer: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """Return the output of a sublayer for normalised inputs.
+        """Run a sublayer on normalised inputs and return its output.
 
         `name` is "attention" or "mlp", and `sublayer` is the function that computes the output. A
         drafter family may override this method to add other operations before and after the
@@ -149,7 +149,8 @@ class DrafterLayer(nn.Module):
 
         `rotary` holds cos and sin of the positions' rotary embeddings. `attend` computes attention
         from the blocks' queries, keys and values, and supplies the keys and values of the context.
-        `attention_inputs` (B, Q, input_size) replaces `prepare_attention_inputs(states)`.
+        `attention_inputs` (B, Q, input_size), if given, are used instead of
+        `prepare_attention_inputs(states)`.
         """
 
         def self_attention(inputs: torch.Tensor) -> torch.Tensor:

@@ -72,12 +72,15 @@ class LookupState:
 class PromptLookup(nn.Module):
     """A drafter without weights, which reads only the tokens of a sequence.
 
-    A match is an earlier position where the sequence's last tokens occurred. The distribution of
-    the token d positions after the sequence is the weighted count of the tokens d positions after
-    each match. A match weighs LOOKUP_WEIGHT_FACTOR_PER_TOKEN times as much as a match that is one
-    token shorter, and a later match weighs more than an earlier one of the same length. If d
-    positions after a match is beyond the end of the sequence, the tokens after the match are
-    repeated. `block_size` is the number of drafted tokens + 1, as the bonus token is counted too.
+    A match is an earlier position at which the last token of the sequence, or several last tokens,
+    occurred. For the d-th drafted token, each match proposes the token d positions after the match.
+    If the sequence ends before that position, the tokens after the match are repeated.
+
+    The distribution of the d-th token is the weighted count of the proposed tokens. The weight of a
+    match is multiplied by LOOKUP_WEIGHT_FACTOR_PER_TOKEN for each additional token that matches. Of
+    two matches with the same number of matching tokens, the later one weighs more.
+
+    `block_size` is the number of drafted tokens + 1, as the bonus token is counted too.
     """
 
     family = PROMPT_LOOKUP_FAMILY
@@ -93,7 +96,7 @@ class PromptLookup(nn.Module):
         super().__init__()
         assert block_size > 1, "block_size includes the bonus token and must be at least 2"
         self.block_size = block_size
-        # file of n-gram counts, which improves the scores of draft trees
+        # file of n-gram counts for tree methods that use n-grams; None if there is none
         self.ngram_path = ngram_path
 
     def check_target(self, target: Target) -> None:
@@ -147,7 +150,7 @@ def compute_continuation_distributions(
     The distributions are uniform if the last token of the sequence has not occurred before.
     """
     last = len(sequence) - 1
-    # earlier positions where the sequence's last token occurs
+    # earlier positions at which the last token of the sequence occurs
     matches = np.flatnonzero(sequence[:-1] == sequence[-1])
     if not len(matches):
         return np.full((length, vocab_size), 1 / vocab_size)
@@ -163,7 +166,7 @@ def compute_continuation_distributions(
     weights = LOOKUP_WEIGHT_FACTOR_PER_TOKEN**matched_tokens * (1 + matches / len(sequence))
     distributions = np.zeros((length, vocab_size))
     for slot in range(length):
-        # If the end of the sequence is reached, continue with the first token after the match.
+        # If this position is after the end of the sequence, repeat the tokens after the match.
         next_tokens = sequence[matches + 1 + slot % (last - matches)]
         np.add.at(distributions[slot], next_tokens, weights)
     return distributions / weights.sum()

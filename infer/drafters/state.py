@@ -23,8 +23,8 @@ AttentionPattern = tuple[bool, int | None]
 
 
 class BlockPosition(NamedTuple):
-    """Where the drafted blocks of a batch are: the length of each context, the blocks' rotary
-    embeddings, and the KV cache that the blocks attend to."""
+    """The positions of the drafted blocks of a batch: the length of each batch row's context, the
+    rotary embeddings of the blocks, and the KV cache that the blocks attend to."""
 
     context_lengths: torch.Tensor  # (B,) int64: number of cached positions before each block
     # cos and sin of the blocks' rotary embeddings, (B, positions of a block, head size) each
@@ -94,7 +94,8 @@ class DrafterState:
         """Fill the empty batch row `row` with cached keys and values.
 
         `cached_ranges` are results of `read` for consecutive ranges of positions. `ids` are the
-        tokens at these positions; they are ignored here, but prompt lookup needs them.
+        tokens at these positions. They are ignored here; the same method of prompt lookup uses
+        them.
         """
         self.cache.restore_keys_values(row, cached_ranges)
 

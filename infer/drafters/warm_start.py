@@ -53,12 +53,13 @@ def layer_matches_target(
     `num_slots` is the number of input positions of a drafted block. `rotary_module` computes the
     drafter's rotary embeddings.
 
-    The names and shapes of `weights` must be those of `layer`, apart from tensors that a target
-    layer does not have. This is not enough, because the target layer can have other norms,
-    activations, residual scales or rotary pairs. Therefore both layers run on the same random
-    inputs with causal attention, and their outputs are compared. If the target layer has gated
-    attention, all tokens are at position 0, where rotary embeddings rotate nothing, and the outputs
-    need only be similar.
+    First, the names and shapes of `weights` are compared with those of `layer`, apart from tensors
+    that a target layer does not have. If they agree, the target layer can still have other norms,
+    activations, residual scales or rotary embeddings. Therefore both layers run on the same random
+    inputs with causal attention, and their outputs are compared.
+
+    If the target layer has gated attention, the outputs need only be similar. All tokens are then
+    at position 0, where rotary embeddings rotate nothing.
     """
     rotary_module = rotary_module.cpu()
     layer_shapes = {
@@ -130,10 +131,10 @@ def run_target_layer(
 
 
 def get_ungated_target_weights(layer: nn.Module, target: Target) -> dict[str, torch.Tensor]:
-    """Return the weights of a target layer by name.
+    """Return the weights of a target layer as a dict from names to tensors.
 
     If the layer has gated attention, the weights are converted to those of a layer without gates.
-    {} is returned if this is not possible.
+    Returns {} if this conversion is not possible.
     """
     if has_gated_attention(layer):
         return fold_mean_gates_into_weights(layer, target)
@@ -216,10 +217,11 @@ def fold_mean_gates_into_weights(layer: nn.Module, target: Target) -> dict[str, 
     which has no gates.
 
     Each gate is replaced by its mean value, which is multiplied into the output projection. The
-    entries of each head are reordered as described in `compute_rotary_permutation`. The converted
-    layer is only similar to the target layer, because gates vary around their mean, and because
-    some head entries do not rotate in the target. Returns {} if the layer has unsupported norms, or
-    if no order of head entries exists.
+    entries of each head are reordered as described in `compute_rotary_permutation`.
+
+    The converted layer is only similar to the target layer, for two reasons: gates vary around
+    their mean, and some head entries do not rotate in the target. Returns {} if the layer has
+    unsupported norms, or if `compute_rotary_permutation` returns None.
     """
     weights = {name: value.cpu().float() for name, value in layer.state_dict().items()}
     attention = cast(nn.Module, layer.self_attn)

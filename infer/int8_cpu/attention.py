@@ -39,8 +39,8 @@ from infer.kernels.launch import (
 from infer.utils.jit import FASTMATH_KEEP_ORDER, njit
 
 QUERY_TILE_POSITIONS = 16  # maximum number of new positions of a tile
-# Number of cached keys that are transposed together. They fit in the L1 cache of the CPU, where all
-# queries of a tile read them.
+# Number of cached keys that are transposed together. They fit in the L1 cache of the CPU, from
+# which all queries of a tile read them.
 KEY_TILE_POSITIONS = 128
 
 
@@ -50,8 +50,9 @@ def exponentiate_scores(
 ) -> None:
     """Compute the attention weights of a query from its scores, in place, without normalisation.
 
-    A weight is e^(score - highest score). The additive mask is added to the scaled scores, unless
-    `sees_all` is true. Only the first `count` scores are used; the others are replaced by 0.
+    A weight is e^(score - highest score). Scores are first multiplied by `scale`. Then the additive
+    mask is added to them, unless `sees_all` is true. Only the first `count` scores are used; the
+    others are replaced by 0.
     """
     highest = np.int32(-(2**31))
     for j in range(count):
@@ -80,7 +81,7 @@ def get_visible_length(mask: np.ndarray) -> int:
 
 @njit
 def round_up(number: int, multiple: int) -> int:
-    """Round a number up to a multiple of `multiple`."""
+    """Round a number up to the next multiple of `multiple`."""
     return (number + multiple - 1) // multiple * multiple
 
 
@@ -88,10 +89,10 @@ def round_up(number: int, multiple: int) -> int:
 def fill_visible_lengths(
     mask: np.ndarray, sees_all: bool, positions: int, visible_lengths: np.ndarray
 ) -> int:
-    """Compute how many cached positions each query must read; return the largest number.
+    """Compute how many cached positions each new position must read; return the largest number.
 
     mask: additive mask (new positions, cached positions)
-    sees_all: whether the mask is ignored, so that each query reads all cached positions
+    sees_all: whether the mask is ignored, so that each new position reads all cached positions
     positions: number of new positions, 0 or more
     visible_lengths: output: for each new position, 1 + the index of the last cached position that
         its mask allows
@@ -273,8 +274,9 @@ class AttentionArguments(KernelArguments):
         ("key_heads", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of key/value heads
         ("groups", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of query heads per key head
         ("head_size", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of features of a head
-        ("capacity", KERNEL_ARGUMENT_INTEGER_TYPE),  # cache slots of each batch row
-        ("visible", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of cached positions, with the new ones
+        ("capacity", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of cache slots of each batch row
+        # number of positions in the cache, including the new ones
+        ("visible", KERNEL_ARGUMENT_INTEGER_TYPE),
         ("width", KERNEL_ARGUMENT_INTEGER_TYPE),  # maximum number of new positions per batch row
         ("scale", KERNEL_ARGUMENT_FLOAT_TYPE),  # factor by which the scores are multiplied
     ]
@@ -362,7 +364,8 @@ def attend(
     mask: AttentionMask,
     scale: float,
 ) -> torch.Tensor:
-    """Implement `infer.kernels.reference.attend`, with `attention_kernel` if there is a cache."""
+    """Implement `infer.kernels.reference.attend`. If there is a KV cache, `attention_kernel` is
+    used."""
     if not isinstance(layer_cache, LayerCacheView):
         return reference.attend(queries, layer_cache, mask, scale)
     queries = queries.contiguous()
@@ -392,7 +395,7 @@ def attend(
 
     bind(layer_cache, mask)
     work_items = batch_rows * key_heads * -(-layer_cache.query_length // QUERY_TILE_POSITIONS)
-    # The estimate is always large enough for attention to run on several threads.
+    # The minimum is so large that attention always runs on several threads.
     cycles = max(queries.numel() * visible // 2, MIN_CYCLES_FOR_PARALLEL_CPU_KERNEL + 1)
     launch_kernel(attention_kernel, arguments, work_items, cycles, bind, (layer_cache, mask))
     return out

@@ -3,9 +3,9 @@
 For each linear layer, calibration determines the smoothing factors (SmoothQuant), the number of
 int8 codes per activation, and the int8 codes of the weights.
 
-The weights are rounded by GPTQ (2210.17323, section 3). GPTQ processes the inputs of a layer in
-order. After it has rounded the weights of an input, it changes the weights of all later inputs to
-compensate for the rounding errors.
+The weights are rounded by GPTQ (arXiv 2210.17323, section 3). GPTQ processes the inputs of a layer
+in order. After it has rounded the weights of an input, it changes the weights of all later inputs
+to compensate for the rounding errors.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,8 +27,8 @@ from infer.utils.jit import FASTMATH_KEEP_ORDER, njit
 INT8_CALIBRATION_SEQUENCE_COUNT = 96  # number of sequences that the target generates
 INT8_CALIBRATION_TOKENS_PER_SEQUENCE = 128
 INT8_CALIBRATION_SAMPLING_TEMPERATURE = 0.7
-# The values that are tried for SmoothQuant's alpha: the part of the activations' range that is
-# moved to the weights. 1 moves the whole range.
+# The values that are tried for SmoothQuant's alpha: the part of the range of the activations that
+# is moved to the weights. With alpha 1, the whole range is moved.
 SMOOTHQUANT_ALPHAS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1)
 # To save time, alpha and the number of codes per activation are chosen by the errors at some of the
 # positions only: at every 48th position, and at most 256 positions in total.
@@ -42,9 +42,10 @@ MAX_ERROR_WITH_ONE_ACTIVATION_CODE = 0.02
 # GPTQ adds this fraction of the mean diagonal element to the diagonal of the second moments, so
 # that the matrix can be inverted.
 GPTQ_DAMPING = 0.01
-# Number of outputs whose weights are rounded together. The weights stay in the L1 or L2 cache.
+# Number of outputs of a layer whose weights are rounded together. Their weights stay in the L1 or
+# L2 cache.
 GPTQ_BLOCK_OUTPUTS = 16
-# Layers are calibrated together as long as their second moments need at most this much memory.
+# Maximum size of the second moments of the layers that are calibrated in the same run of the model.
 MAX_CALIBRATION_SECOND_MOMENT_BYTES = 4e9
 
 
@@ -52,9 +53,10 @@ MAX_CALIBRATION_SECOND_MOMENT_BYTES = 4e9
 def gptq_round_block(weight: np.ndarray, inverse_factor: np.ndarray, codes: np.ndarray) -> None:
     """Round the weights of some outputs of a linear layer by GPTQ, and write the int8 codes.
 
-    weight: (outputs, inputs), weights divided by their scales; overwritten
-    inverse_factor: (inputs, inputs), upper Cholesky factor of the inverse of the second moments.
-        Row d has the factors with which the rounding errors of input d change later inputs.
+    weight: (outputs, inputs), weights divided by their scales; this function overwrites them
+    inverse_factor: (inputs, inputs), upper Cholesky factor of the inverse of the second moments of
+        the layer's inputs. Row d has the factors by which the rounding error of input d changes the
+        weights of later inputs.
     codes: (outputs, inputs) int8, output
     """
     for d in range(weight.shape[1]):
@@ -64,7 +66,8 @@ def gptq_round_block(weight: np.ndarray, inverse_factor: np.ndarray, codes: np.n
             codes[o, d] = code
             error = np.float32((weight[o, d] - code) / inverse_factor[d, d])
             following_weights = weight[o, d + 1 :]
-            # The loop is over slices. The compiler then needs no bounds checks and vectorises it.
+            # The loop runs over slices, because the compiler then needs no bounds checks and
+            # vectorises it.
             for e in range(len(following_factors)):
                 following_weights[e] -= error * following_factors[e]
 
@@ -98,7 +101,7 @@ def gptq_round_weight(
 
 
 def compute_relative_error(actual: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """Return the root mean square, over all positions, of the relative errors of a layer's outputs.
+    """Return the relative error of a layer's outputs: the root mean square over all positions.
 
     actual, exact: outputs (positions, outputs) with and without rounding
 
@@ -110,7 +113,8 @@ def compute_relative_error(actual: torch.Tensor, exact: torch.Tensor) -> torch.T
 
 @dataclass(frozen=True)
 class SmoothingCandidate:
-    """The smoothing factors for one alpha of SmoothQuant, and the errors with these factors."""
+    """The smoothing factors for one value of SmoothQuant's alpha, and the errors of the layer's
+    outputs with these factors."""
 
     # (inputs,). Weights are multiplied by the factors, and activations are divided by the factors.
     factors: torch.Tensor
@@ -125,7 +129,8 @@ class SmoothingCandidate:
 
 
 class InputStatistics:
-    """Statistics of the hidden states that a group of linear layers reads as input."""
+    """Statistics of the inputs of a group of linear layers, all of which read the same hidden
+    states."""
 
     def __init__(self, layers: list[nn.Linear]) -> None:
         size = layers[0].in_features
@@ -155,11 +160,10 @@ class InputStatistics:
         self.moments.addmm_(flat.t(), flat)
 
     def choose_smoothing(self, weight: torch.Tensor) -> SmoothingCandidate:
-        """Return the smoothing factors with the smallest error of a layer's outputs.
+        """Return the smoothing factors for which the error of the outputs is smallest. The factors
+        of each alpha of SMOOTHQUANT_ALPHAS are tried.
 
-        weight: (outputs, inputs), the weight of all layers of the group
-
-        The factors of each alpha of SMOOTHQUANT_ALPHAS are tried.
+        weight: (outputs, inputs), the concatenated weights of all layers of the group
         """
         samples = torch.cat(self.samples)[:MAX_INT8_CALIBRATION_SAMPLE_POSITIONS]
         exact = samples @ weight.t()
@@ -206,9 +210,10 @@ class InputStatistics:
 
 
 def find_linear_groups(model: PreTrainedModel) -> list[list[nn.Linear]]:
-    """Return the linear layers of a model, grouped by the hidden states that they read.
+    """Return the linear layers of a model in groups. The layers of a group read the same hidden
+    states.
 
-    One forward pass is run to find the groups, and they are returned in order of execution. Layers
+    One forward pass is run to find the groups, which are returned in order of execution. Layers
     that are not called in this forward pass are not returned.
     """
     groups: list[tuple[torch.Tensor, list[nn.Linear]]] = []
@@ -225,7 +230,8 @@ def find_linear_groups(model: PreTrainedModel) -> list[list[nn.Linear]]:
 
 
 def register_pre_hooks(hooks: list[tuple[nn.Module, Callable]]) -> ExitStack:
-    """Register forward pre-hooks, and return a context manager that removes them at its end.
+    """Register forward pre-hooks. Return a context manager that removes the hooks at the end of its
+    block.
 
     hooks: tuples (module, hook)
     """
@@ -250,7 +256,7 @@ def find_user_turn_opening_tokens(tokenizer: PreTrainedTokenizerBase) -> list[in
 
 
 def sample_one_hot_scores(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """A logits processor that samples a token for each batch row.
+    """Sample a token for each batch row. This is a logits processor for `generate`.
 
     scores: logits (batch rows, vocabulary size)
 
@@ -267,7 +273,7 @@ def sample_one_hot_scores(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor
 def iterate_calibration_passes(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[None]:
-    """Run the model on sequences that it generates itself, once for each `next` of the iterator.
+    """Return an iterator. Each `next` runs the model on sequences that the model generated itself.
 
     The first `next` generates the sequences. Each later `next` runs the model on the same sequences
     again. A sequence begins with the tokens that open a user message. It may contain several
@@ -302,9 +308,9 @@ def iterate_calibration_passes(
 def quantise_model(model: PreTrainedModel, calibration_passes: Iterator[object]) -> dict[str, int]:
     """Calibrate a float32 model, and replace its linear layers and its embedding by int8 modules.
 
-    calibration_passes: an iterator; each `next` runs the model on all calibration sequences. It is
-        called once for each group of layers whose second moments fit in
-        MAX_CALIBRATION_SECOND_MOMENT_BYTES.
+    calibration_passes: an iterator; each `next` runs the model on all calibration sequences. In
+        each run, several groups of layers are calibrated. Their second moments need at most
+        MAX_CALIBRATION_SECOND_MOMENT_BYTES in total.
 
     Returns a dict. Keys are the names of the replaced modules. Values are numbers of int8 codes per
     activation, or 0 for the embedding. Layers that a forward pass does not call, and modules other

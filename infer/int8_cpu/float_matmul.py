@@ -36,7 +36,8 @@ def load_value(builder: ir.IRBuilder, address: ir.Value, value_type: ir.Type) ->
 
 
 def load_accumulators(builder: Any, addresses: list) -> list:
-    """Generate LLVM code that loads a vector of sums from each address; return LLVM variables."""
+    """Generate LLVM code that loads a vector of sums from each address. Return one LLVM variable
+    for each vector."""
     loaded_sums = [load_value(builder, address, LLVM_FLOAT32_VECTOR_TYPE) for address in addresses]
     return [cgutils.alloca_once_value(builder, loaded) for loaded in loaded_sums]
 

@@ -46,7 +46,7 @@ def compute_accumulators(
 def linear(states: torch.Tensor, weights: Int8Weights | LinearWeights) -> torch.Tensor:
     """Implement `infer.kernels.reference.linear` for int8 weights.
 
-    Float weights are multiplied by the reference.
+    For weights that are not quantised (`LinearWeights`), the reference implementation is used.
     """
     if not isinstance(weights, Int8Weights):
         return reference.linear(states, weights)
@@ -62,7 +62,8 @@ def argmax_head(states: torch.Tensor, head: nn.Module) -> torch.Tensor:
 
 
 def make_random_weights(outputs: int) -> Int8Weights:
-    """Return random int8 weights of a linear layer with 48 inputs, for the checks below."""
+    """Return random int8 weights of a linear layer with 48 inputs, for the checks in this
+    module."""
     generator = torch.Generator().manual_seed(outputs)
     codes = torch.randint(-127, 128, (outputs, 48), dtype=torch.int8, generator=generator)
     scales = torch.rand(outputs, generator=generator) / 127

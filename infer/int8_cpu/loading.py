@@ -61,7 +61,7 @@ class Int8Config(QuantizationConfigMixin):
     """The `quantization_config` in the config.json of a target with int8 weights.
 
     digits: keys are names of quantised modules. Values are numbers of int8 codes per activation for
-        linear layers, and 0 for embeddings. The key in config.json is also called digits.
+        linear layers, and 0 for embeddings. config.json uses the same name, digits.
     """
 
     def __init__(self, digits: dict[str, int], quant_method: str = INT8_QUANT_METHOD) -> None:
@@ -166,9 +166,10 @@ def pack_weights_and_map_codes(target: Target, files: list[Path]) -> None:
 
     The parameters of all decoder layers are copied to a few blocks of memory, one for each name and
     dtype of a parameter. A recording of kernel calls (recording.py) then has to reference only a
-    few blocks. The weights of layers that read the same hidden states become adjacent. The int8
-    codes of the embedding and of the output head are memory-mapped again, which frees the pages
-    that were read during loading.
+    few blocks. The weights of layers that read the same hidden states are adjacent in a block.
+
+    The int8 codes of the embedding and of the language model head are memory-mapped again. This
+    frees the memory pages that were read during loading.
     """
     layers = cast(nn.ModuleList, target.decoder.layers)
     parameters_by_kind = defaultdict(list)

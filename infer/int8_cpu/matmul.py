@@ -32,7 +32,8 @@ from infer.kernels.launch import (
 )
 from infer.utils.jit import njit
 
-# A transposed matmul (see the module docstring) is not faster for more rows of activation codes.
+# Maximum number of rows of activation codes for a transposed matmul (see the module docstring).
+# With more rows, it is not faster than an ordinary matmul.
 MAX_TRANSPOSED_MATMUL_ROWS = 64
 # A transposed matmul is used only if its result has at most this many values. More values would
 # leave the CPU cache before they are transposed back.
@@ -66,9 +67,10 @@ def uses_avx2_kernel(inputs: int) -> bool:
 
 @cache
 def pad_rows_for_transposed_matmul(rows: int, outputs: int) -> int:
-    """Return the padded number of rows of a transposed matmul, or 0 if it should not be transposed.
+    """Return how many rows of activation codes a transposed matmul should have, including padding
+    rows. Return 0 if the matmul should not be transposed.
 
-    rows: number of rows of activation codes
+    rows: number of rows without padding
     outputs: number of outputs of the layer
 
     The rows are padded to a multiple of FLOATS_PER_CPU_VECTOR, because full vectors are transposed
@@ -252,7 +254,8 @@ def transpose_kernel(address: int) -> None:
 def matmul(codes: torch.Tensor, weights: torch.Tensor, rows: int) -> torch.Tensor:
     """Multiply activation codes by weight codes. Return the int32 result, (rows, outputs).
 
-    codes: (padded rows, inputs) int8, from -127 to 127; `count_padded_rows` returns their number
+    codes: (padded rows, inputs) int8, from -127 to 127; `count_padded_rows` returns the number of
+        padded rows
     weights: (outputs, inputs) int8
     rows: number of rows without padding
     """
@@ -281,8 +284,8 @@ def multiply_with_avx2(codes: torch.Tensor, weights: torch.Tensor, rows: int) ->
         outputs=outputs,
         inputs=inputs,
     )
-    # The estimate includes the time to read the weights from memory, which is about the time to
-    # multiply them by INT8_MATMUL_TILE_ROWS rows of codes.
+    # Reading the weights from memory takes about as long as multiplying them by
+    # INT8_MATMUL_TILE_ROWS rows of codes, so this number of rows is added.
     cycles = (
         (rows + INT8_MATMUL_TILE_ROWS) * inputs * outputs // ESTIMATED_INT8_MATMUL_MACS_PER_CYCLE
     )

@@ -74,7 +74,8 @@ class Int8Linear(nn.Module):
         return outputs.view(*states.shape[:-1], -1)
 
     def can_join(self, others: Sequence[nn.Module]) -> bool:
-        """Return whether one matmul can compute this layer and other layers of the same input.
+        """Return whether one matmul can compute this layer and the layers `others`, which read the
+        same input.
 
         This is possible if all layers are int8 layers with the same smoothing factors and the same
         number of codes per activation.
@@ -90,7 +91,7 @@ class Int8Linear(nn.Module):
     def join(
         layers: list["Int8Linear"], join_weights: Callable[[list[nn.Parameter]], torch.Tensor]
     ) -> Int8Weights:
-        """Return the weights of one matmul that computes several layers of the same input.
+        """Return the weights of one matmul that computes several layers, which read the same input.
 
         layers: layers for which `can_join` returned True
         join_weights: function that concatenates parameters along the output dimension

@@ -1,9 +1,9 @@
 """Quantise activations to int8 codes, and dequantise the int32 results of their matmuls.
 
 An activation has one or two codes. The second code is the quantised rounding error of the first
-code. A tensor of (2 * positions) rows has the first codes of all positions, and then the second
-codes of all positions. An accumulator is a sum of products of codes, a value of the int32 result.
-Each kernel divides its work into work items, and several threads share the work items
+code. With two codes, a tensor of codes has (2 * positions) rows; the first codes of all positions
+come before the second codes. An accumulator is a sum of products of codes, a value of the int32
+result. Each kernel divides its work into work items, and several threads share the work items
 (infer/kernels/launch.py).
 """
 
@@ -32,7 +32,8 @@ from infer.kernels.launch import (
 )
 from infer.utils.jit import njit
 
-# The scale of an activation's second code is the scale of the first code, divided by this.
+# The scale of the second code of an activation is the scale of the first code divided by this
+# number.
 SECOND_ACTIVATION_CODE_SCALE = 254
 # Number of outputs that `argmax_kernel` dequantises together. As float32 they fit in the L1 cache.
 ARGMAX_TILE_OUTPUTS = 1024

@@ -125,9 +125,9 @@ class Recording:
         # Key: id of a storage. Value: a tensor in this storage whose address is stored in a call.
         self.referenced_tensors: dict[int, torch.Tensor] = {}
         self.outputs: dict[int, torch.Tensor] = {}
-        # Buffers for the results of the operations of a layer. Keys number the buffers in the order
-        # of their use. The first dict is for layers with even numbers, the second for odd numbers,
-        # because a layer reads the results of the previous layer.
+        # Buffers for the results of the operations of a layer. The keys number the buffers in the
+        # order of their use. Layers with even numbers use the first dict and layers with odd
+        # numbers the second, because a layer reads the results of the layer before it.
         self.layer_buffers: tuple[dict, dict] = ({}, {})
         # Key: name of the scratch memory, see `infer.kernels.launch.allocate_tensor`.
         self.scratch_buffers: dict[str, torch.Tensor] = {}
@@ -136,7 +136,8 @@ class Recording:
 
     @contextmanager
     def activate(self) -> Generator[None]:
-        """Return a context manager that records the kernel calls of this thread in its block."""
+        """Return a context manager. It records the kernel calls that this thread makes in the
+        `with` block."""
         ACTIVE_KERNEL_CALL_RECORDER.recorder = self
         try:
             with torch.inference_mode(False), torch.no_grad():
@@ -213,7 +214,8 @@ class Recording:
         return [tensor.data_ptr() for tensor in self.referenced_tensors.values()]
 
     def has_moved_tensors(self) -> bool:
-        """Return whether a tensor that the calls use has another address than when it was recorded.
+        """Return whether the address of a tensor that the calls use has changed since the
+        recording.
 
         For example, `share_memory` moves tensors to other memory.
         """
@@ -231,7 +233,7 @@ class Recording:
 def collect_inputs(
     rotations: RotationsByLayerType, masks: MasksByLayerType, layer_views: list[LayerCacheView]
 ) -> list[object]:
-    """Return a list of the inputs of a forward pass that a replay must set again.
+    """Return those inputs of a forward pass that differ between the recording and a replay.
 
     These are all inputs except hidden states and weights. The first input is None, which is the
     rotation of layers without rotary embeddings.
@@ -241,7 +243,8 @@ def collect_inputs(
 
 @dataclass(frozen=True)
 class RecordingDecoder(KernelDecoder):
-    """A decoder that records forward passes of few positions, and replays them for equal shapes."""
+    """A decoder that records forward passes of few positions. It replays a recording when a forward
+    pass has the same shapes."""
 
     # Key: shapes and settings of a forward pass. Value: its recording. The keys are in the order of
     # their last use.
@@ -256,7 +259,8 @@ class RecordingDecoder(KernelDecoder):
         output_layer_ids: tuple[int, ...],
         keep_output: Callable[[torch.Tensor], torch.Tensor] = lambda states: states,
     ) -> dict[int, torch.Tensor]:
-        """Implement `KernelDecoder.run`: record a forward pass, or replay one of the same shapes.
+        """Implement `KernelDecoder.run`: record a forward pass, or replay the recording of a
+        forward pass with the same shapes.
 
         Some forward passes are not recorded: those of many positions, of packed sequences, and
         those that do not write each new position to one cache slot. The outputs of recorded forward

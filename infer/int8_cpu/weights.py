@@ -4,7 +4,7 @@ A weight is approximately its int8 code times a scale. A layer has one scale for
 Activations (the inputs of the layer) are quantised too, with one scale for each token. Before an
 activation is quantised, it is multiplied by a smoothing factor. A layer has one smoothing factor
 for each input. Smoothing factors move outliers from the activations to the weights (SmoothQuant,
-2211.10438, section 4).
+arXiv 2211.10438, section 4).
 
 An activation is quantised to one or two int8 codes. The second code is the quantised rounding error
 of the first code. The activations of a layer have two codes if calibration shows that one code is

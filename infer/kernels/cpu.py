@@ -40,7 +40,8 @@ LN2_HIGH = np.float32(0.693359375)
 LN2_LOW = np.float32(-2.12194440e-4)
 # The coefficients of x^2 .. x^7 in the Taylor series of e^x about 0.
 EXP_COEFFICIENTS = tuple(np.float32(1 / factorial) for factorial in (2, 6, 24, 120, 720, 5040))
-# Adding this to a small float32 rounds it to an integer, the lowest bits of the sum.
+# Adding this number to a small float32 rounds it to an integer. The integer is then in the lowest
+# bits of the sum.
 FLOAT32_ROUND_TO_INTEGER_ADDEND = np.float32(1.5 * 2**23)
 EXP_UNDERFLOW = np.float32(-87)  # for x below this, `exp` returns 0
 
@@ -160,7 +161,7 @@ def add_rms_norm_kernel(address: int) -> None:
     weight = carray(float_pointer(args.weight), row_size)
     n = claim_work_item(address)
     while n < args.num_rows:
-        row_offset = 4 * n * row_size  # in bytes, for float32
+        row_offset = 4 * n * row_size  # offset in bytes, for float32
         states = carray(float_pointer(args.states + row_offset), row_size)
         if args.sublayer_output != 0:
             sublayer_output = carray(float_pointer(args.sublayer_output + row_offset), row_size)
@@ -262,7 +263,7 @@ def qk_norm_rope_write_kernel(address: int) -> None:
     heads = np.empty((query_heads + 2 * key_heads, head_size), np.float32)
     n = claim_work_item(address)
     while n < num_rows:
-        slot_offset = 4 * cache_slots[n] * key_heads * head_size  # in bytes, for float32
+        slot_offset = 4 * cache_slots[n] * key_heads * head_size  # offset in bytes, for float32
         for layer in range(layers):
             row = n * layers + layer
             keys = args.keys + 2 * layer * args.plane_bytes + slot_offset

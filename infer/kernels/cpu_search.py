@@ -67,7 +67,7 @@ def search_tree(
     node_depth = np.zeros(budget + 1, np.int64)
     parent = node_depth[0]
     node_child = np.zeros(budget + 1, np.int64)  # each node's index among its parent's children
-    # A variable and not a literal argument, for which numba would compile the functions again.
+    # This is a variable because numba would compile the functions again for a literal argument.
     sorted_rows = rows_per_position == 1
 
     for node in range(budget):

@@ -28,7 +28,7 @@ def attention(
 
     FlexAttention is used in training, where the mask allows ranges of keys for each query. The
     Triton kernel is used in decoding, where the keys are in a cache and the mask includes the mask
-    between draft-tree nodes. A mask that is a tensor is evaluated by the reference.
+    between draft-tree nodes. If the mask is a tensor, the reference implementation is used.
     """
     if not isinstance(mask, AttentionMask):
         return reference.attention(queries, keys, values, mask, scale)

@@ -36,8 +36,8 @@ KERNEL_PROTOTYPE = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)
 class Recorder(Protocol):
     """An object that records the kernel calls of a forward pass, so that they can be replayed.
 
-    It records the calls of a thread while it is the active recorder of this thread. The
-    implementation is `infer.int8_cpu.recording.Recording`.
+    A recorder is active in one thread and records only the calls of this thread. The implementation
+    is `infer.int8_cpu.recording.Recording`.
     """
 
     def allocate_tensor(

@@ -1,8 +1,8 @@
 """Attention of packed sequences on the CPU, with a backward pass, for training.
 
 FlexAttention has no backward pass on the CPU. This module divides the mask into pieces
-(`MaskChunk`). A piece has consecutive queries, and the keys that at least one of these queries
-attends to. Attention is computed for one piece after the other.
+(`MaskChunk`). A piece consists of consecutive queries and the keys that at least one of these
+queries attends to. Attention is computed for one piece after the other.
 """
 
 import torch
@@ -15,8 +15,9 @@ from infer.attention.masks import AttentionMask, MaskChunk
 class _PieceAttention(torch.autograd.Function):
     """Attention with a mask that is divided into pieces.
 
-    A piece has consecutive queries, and the keys that they attend to. To save memory, the attention
-    weights are not saved for the backward pass, which computes them again for each piece.
+    A piece consists of consecutive queries and the keys that they attend to. The attention weights
+    are not stored between the forward and the backward pass, to save memory. The backward pass
+    computes them again for each piece.
     """
 
     @staticmethod

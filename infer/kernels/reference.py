@@ -15,8 +15,8 @@ from infer.kernels.operands import Activation, LinearWeights, RMSNormWeights
 from infer.kernels.packed_attention import attend_pieces
 
 # Cosines and sines of the rotary (RoPE) angles, each of shape (positions, 1, rotated features of a
-# head). The first half of the sines is negated. In transformers, `rotate_half` negates half of the
-# features instead.
+# head). The first half of the sines is negated; transformers negates half of the features instead
+# (`rotate_half`).
 Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -80,9 +80,9 @@ def qk_norm_rope_write(
     rotation: cosines and sines of the rotary angles; None for no rotation
     layer_cache: the cache of the first layer; the caches of the other layers follow it in memory
 
-    Returns the queries (positions, layers * query heads, head size). There is one layer, with one
-    exception: the keys and values of the target's hidden states that a drafter reads as context are
-    written for all layers of the drafter at once. In this case there are no query heads.
+    Returns the queries (positions, layers * query heads, head size). In a forward pass, the number
+    of layers is 1. It is larger when the keys and values of a drafter's context (the target's
+    hidden states) are written for all layers of the drafter at once; then there are no query heads.
     """
     query_heads = projected.shape[2] - 2 * key_heads
     queries_keys = projected[:, :, : query_heads + key_heads]
@@ -131,7 +131,7 @@ def attention(
         heads per key head * new positions, head size). Both have the same memory layout.
     keys, values: (B, key heads, keys, head size)
     mask: an AttentionMask; or a tensor (B, 1, new positions, keys), boolean or additive; or None
-    scale: factor of the scores; None for 1 / sqrt(head size)
+    scale: factor by which the scores are multiplied; None for 1 / sqrt(head size)
 
     In decoding, an AttentionMask over a cache is converted to a tensor. In training, an
     AttentionMask allows ranges of keys, and attention is computed in pieces
@@ -199,7 +199,8 @@ def attend_with(
     mask: AttentionMask,
     scale: float,
 ) -> torch.Tensor:
-    """Implement `attend` by a call of `attention_function`, an implementation of `attention`."""
+    """Implement the operation `attend` with `attention_function`, an implementation of the
+    operation `attention`."""
     rows = layer_cache.batch_size
     width = layer_cache.query_length
     keys = layer_cache.keys

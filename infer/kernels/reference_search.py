@@ -1,12 +1,16 @@
 """The search for the nodes of a draft tree, one depth after the other, in PyTorch operations.
 
-The search finds the most probable prefixes. It is the reference of the operation
+The search finds the most probable prefixes. It is the reference implementation of the operation
 `best_first_search`. It is also the only search that supports recurrent conditional heads, because
 it keeps the recurrent state of each prefix.
 
-Of prefixes with equal scores, the one with the smaller depth comes first, then the one whose parent
-comes first, then the one whose last token has the higher log-probability after its parent, and then
-the one whose last token has the lower index among the candidates.
+Prefixes with equal scores are ordered by these rules; the first rule that distinguishes them
+decides:
+
+1. The prefix with the smaller depth comes first.
+2. The prefix whose parent comes earlier comes first.
+3. The prefix whose last token has the higher log-probability after its parent comes first.
+4. The prefix whose last token has the lower index among the candidates comes first.
 """
 
 from typing import NamedTuple, Protocol, cast
@@ -63,7 +67,8 @@ class RecurrentCandidates(CandidateTables, Protocol):
     def compute_next_log_probs(
         self, slot: int, last_candidates: torch.Tensor, recurrent_state: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the log-probabilities of a position after each prefix, and the head's new state.
+        """Return the log-probabilities of a position after each prefix, and the new state of the
+        conditional head.
 
         slot: index of the drafted position
         last_candidates: (B, prefixes), index of the candidate with which each prefix ends
@@ -84,10 +89,8 @@ def replace_nan_log_probs(log_q: torch.Tensor) -> torch.Tensor:
 
 
 def count_tree_nodes(length: int, candidates_per_position: int, budget: int) -> int:
-    """Return the number of drafted nodes of a tree, at most the node budget.
-
-    It is smaller than the node budget if there are fewer prefixes of up to `length` candidates.
-    """
+    """Return the number of drafted nodes of a tree: the node budget, or the number of prefixes of
+    up to `length` candidates if this is smaller."""
     total = 0
     level_nodes = 1
     for _ in range(length):
@@ -155,14 +158,15 @@ def compute_position_log_probs(
     last_candidates: torch.Tensor,
     recurrent_state: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return candidates' log-probabilities at a position after each prefix, and the head's state.
+    """Return the log-probabilities of a position's candidates after each prefix, and the new state
+    of the conditional head.
 
     slot: index of the drafted position
     last_candidates: (B, prefixes), index of the candidate with which each prefix ends
     recurrent_state: (B, prefixes, state size) for a recurrent conditional head, otherwise None
 
-    The log-probabilities have the shape (B, prefixes, candidates). The number of prefixes is 1 at
-    position 0. The new state of the head is None if the head is not recurrent.
+    The log-probabilities have the shape (B, prefixes, candidates). At position 0, there is one
+    prefix, the root. The new state is None if the head is not recurrent.
     """
     if candidates.recurrent:
         recurrent_candidates = cast(RecurrentCandidates, candidates)

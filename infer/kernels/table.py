@@ -18,7 +18,8 @@ OperationCheck = Callable[[Callable, torch.device], str]
 
 @dataclass(frozen=True)
 class Kernels:
-    """An implementation of each operation. `infer.kernels.reference` defines the operations."""
+    """One implementation of each operation. The functions in `infer.kernels.reference` define what
+    the operations compute."""
 
     rms_norm: Callable
     add_rms_norm: Callable
@@ -78,8 +79,8 @@ VALIDATED_KERNELS_CACHE: dict[tuple[str, str, int | None], Kernels] = {}
 def select_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
     """Return an implementation of each operation for a device and a dtype of weights.
 
-    The dtype torch.int8 means quantised weights. Fast versions are checked against the reference on
-    the first call.
+    The dtype torch.int8 means quantised weights. On the first call, fast versions are checked
+    against the reference implementations.
     """
     import_path = FAST_KERNEL_TABLE_PATHS.get((device.type, dtype)) or FAST_KERNEL_TABLE_PATHS.get(
         (device.type, None)
@@ -93,12 +94,12 @@ def select_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
 
 
 def load_validated_kernels(import_path: str, device: torch.device) -> Kernels:
-    """Import fast versions of operations, and check them against the reference.
+    """Import fast versions of operations, and check them against the reference implementations.
 
     import_path: "module:name" of a `FastKernels` object
 
-    Returns the fast versions that pass their checks, and the reference of all other operations.
-    Warns about each fast version that does not pass its check.
+    Returns the fast versions that pass their checks, and the reference implementations of all other
+    operations. Warns about each fast version that does not pass its check.
     """
     from infer.kernels.validation import KERNEL_CHECKS_BY_OPERATION
 
@@ -115,8 +116,7 @@ def load_validated_kernels(import_path: str, device: torch.device) -> Kernels:
         reason = run_check(checks[name], operation, device)
         if reason:
             warnings.warn(
-                f"the reference of {name} is used, which is slower but correct, because the fast "
-                f"version in {import_path} failed its check: {reason}",
+                f"the PyTorch reference of {name} is used (slower, but correct), because the fast version in {import_path} failed its check: {reason}",
                 stacklevel=2,
             )
         else:
@@ -132,5 +132,5 @@ def run_check(check: OperationCheck, operation: Callable, device: torch.device) 
     """Check a fast version of an operation. Return "" if it passes, otherwise why it failed."""
     try:
         return check(operation, device)
-    except Exception as error:  # for example if there is no C compiler or the GPU is unsupported
+    except Exception as error:  # for example, there is no C compiler
         return str(error) or type(error).__name__

@@ -58,7 +58,7 @@ def _attend_split(
     for tile_start in range(key_start, key_end, BLOCK_K):
         slot = tile_start + tl.arange(0, BLOCK_K)
         is_key = slot < key_end
-        key_node = slot - cache_length  # node whose key is in the slot; negative if cached
+        key_node = slot - cache_length  # the node of the key in the slot; below 0 if cached
         offset = head_offset + slot[:, None] * slot_stride + feature
         k = tl.load(key + offset, mask=is_key[:, None] & is_feature, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale

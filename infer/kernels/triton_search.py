@@ -23,10 +23,11 @@ from infer.kernels.reference_search import (
 def _find_next_best(
     log_q, parent_score, previous_score, previous_index, num_candidates, BLOCK_M: tl.constexpr
 ):
-    """Return the score and index of the child that comes after the previous child.
+    """Return the score and index of the child that comes after the previous child in the order of
+    scores.
 
     Children are ordered from the highest score to the lowest. Of children with equal scores, the
-    one with the lower index comes first. The index returned is BLOCK_M if no child is left.
+    one with the lower index comes first. If no child is left, the returned index is BLOCK_M.
 
     log_q: pointer to the log-probabilities of the children given the parent, one for each candidate
     """

@@ -30,7 +30,8 @@ def make_normal_tensor(device: torch.device, *shape: int) -> torch.Tensor:
 
 
 def describe_difference(actual: torch.Tensor, expected: torch.Tensor) -> str:
-    """Describe how two results differ; return "" if they only differ by rounding errors."""
+    """Return a sentence that describes how two results differ, or "" if they only differ by
+    rounding errors."""
     largest = float((actual - expected).abs().max())
     if largest < MAX_KERNEL_OUTPUT_DIFFERENCE:
         return ""

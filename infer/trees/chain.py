@@ -6,11 +6,11 @@ from infer.trees.tree import DraftNodes, DraftTree, Proposal, add_roots
 
 
 def build_chain(proposal: Proposal) -> DraftTree:
-    """Return a draft tree without branches for each batch row, a chain of the likeliest tokens.
+    """Return a draft tree without branches (a chain) for each batch row.
 
-    A chain has one token for each drafted position, but not more tokens than the node budget. Each
-    token is the likeliest of its position. If the drafter has a conditional head, each token is the
-    likeliest after the previous tokens of the chain.
+    A chain has one token for each drafted position, but at most as many tokens as the node budget.
+    Each token is the likeliest one at its position. If the drafter has a conditional head, it is
+    the likeliest one after the previous tokens of the chain.
     """
     assert proposal.marginals is not None
     length = min(proposal.budget, proposal.marginals.shape[1])

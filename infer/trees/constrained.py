@@ -21,7 +21,7 @@ import torch
 from infer.trees.tree import DraftNodes, DraftTree, Proposal
 
 # A conditional head predicts probabilities of its candidate tokens only. If the candidates that the
-# grammar allows have a smaller total probability than this, the drafter's marginal probabilities of
+# grammar allows have a total probability below this value, the drafter's marginal probabilities of
 # the whole vocabulary are used instead.
 MIN_ALLOWED_HEAD_CANDIDATES_PROBABILITY = 1e-3
 
@@ -35,7 +35,8 @@ class TokenScores(NamedTuple):
 
 @dataclass(frozen=True)
 class GrammarRule:
-    """The tokens that the grammar of one sequence allows and forces after the root of its tree."""
+    """The rule of a grammar for one draft tree: a function that returns the allowed tokens, and the
+    tokens that the grammar forces after the root."""
 
     # A function. Argument: the drafted tokens after the root. Returns a bool array of the shape
     # (vocabulary size,), which is true for the tokens that may come next.
@@ -113,7 +114,7 @@ class RowDistributions:
                 candidates.log_q[usable], candidates.tokens[usable], count
             )
 
-        # If enough of the likeliest tokens are allowed, which is usual, the vocabulary need not be
+        # Usually, enough of the likeliest tokens are allowed. Then the whole vocabulary need not be
         # sorted.
         log_q = self.log_q[slot]
         top_tokens, probabilities = self.top_tokens(slot)
@@ -143,12 +144,13 @@ class RowDistributions:
         return TokenScores(self.table[slot - 1, table_rows[0]], self.candidates[slot])
 
     def _find_top_tokens_and_probabilities(self, slot: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the likeliest tokens of a drafted position, and the probabilities of all tokens.
+        """Return the `num_top_tokens` likeliest tokens of a drafted position, and the probabilities
+        of all tokens.
 
         slot: index of the drafted position
 
-        The tokens are in descending order of their marginal probability. The marginal probabilities
-        have the shape (vocabulary size,).
+        The likeliest tokens are in descending order of their marginal probability. The second
+        result is the marginal probabilities, (vocabulary size,).
         """
         log_q = self.log_q[slot]
         count = min(self.num_top_tokens, len(log_q) - 1)
@@ -213,7 +215,8 @@ class ConstrainedSearch:
         """Compute the allowed children of the newest node, and add the best one to the heap.
 
         log_prob: log-probability of the whole prefix that ends at the newest node
-        excluded_token: token of a child that the caller adds to the tree itself
+        excluded_token: this token is not used as a child, because the caller adds a node with this
+            token; None for no such token
         """
         node = self.newest_node
         path = self.paths[node]
@@ -240,7 +243,8 @@ class ConstrainedSearch:
     def add_best_child(self) -> None:
         """Move the likeliest child from the heap to the tree.
 
-        Then add the next sibling and the best child of the new node to the heap.
+        Then add two other nodes to the heap: the next sibling of the moved node, and the best child
+        of the moved node.
         """
         negative_log_prob, _, parent, index = heapq.heappop(self.heap)
         self.add_node(int(self.children[parent].tokens[index]), parent, -negative_log_prob)
@@ -258,7 +262,8 @@ def search_constrained(
     rule: the grammar of the batch row
     branches: whether the tree may have branches; otherwise the nodes form a chain
 
-    Fewer nodes are returned if the grammar allows fewer. A node with an EOS token has no children.
+    Fewer nodes are returned if the grammar allows fewer prefixes. A node with an EOS token has no
+    children.
     """
     search = ConstrainedSearch(proposal, row, budget, rule, branches)
     for token in rule.forced_tokens[: min(search.max_depth, budget)]:

@@ -26,11 +26,12 @@ DART_LOGIT_DECAY_PER_POSITION = 0.9  # the drafter's score at position i is mult
 DART_NGRAM_WEIGHT = 0.5
 DART_DEPTH_WEIGHT_EXPONENT = -0.7
 
-# Added to probabilities before their logarithm is taken, as in the authors' code.
+# This value is added to probabilities before their logarithm is taken, as in the DART authors'
+# code.
 DART_PROBABILITY_EPSILON = 1e-10
 DART_UNSEEN_NGRAM_LOG_PROBABILITY = np.log(DART_PROBABILITY_EPSILON)
-# Subtracted from the scores of prefixes that end with an EOS token, so that other prefixes are
-# extended first. It is larger than any score.
+# This value is subtracted from the scores of prefixes that end with an EOS token, so that other
+# prefixes are extended first. It is larger than any score.
 DART_END_TOKEN_SCORE_PENALTY = 1e6
 
 
@@ -80,8 +81,9 @@ def build_continuity_tree(proposal: Proposal) -> DraftTree:
             scores,
         )
         order = np.argsort(-scores[0], kind="stable")[:num_nodes]
-        # The node number of each visited prefix, or 0 if the tree does not contain the prefix. The
-        # index -1 stands for the root, so the last entry is the root's node number 0.
+        # Index: number of a visited prefix. Value: the node number of the prefix, or 0 if the tree
+        # does not contain it. The last entry is the root's node number 0, because parents use the
+        # index -1 for the root.
         node_of_prefix = np.zeros(num_visited + 1, np.int64)
         node_of_prefix[order] = np.arange(1, num_nodes + 1)
         prefixes[1] = node_of_prefix[prefixes[1]]
@@ -106,7 +108,8 @@ def count_visited_prefixes(length: int, num_candidates: int) -> int:
 
 @njit
 def ngram_log_prob(probability: float) -> float:
-    """Return the logarithm of an n-gram probability, or a constant for probability 0."""
+    """Return the logarithm of an n-gram probability; for probability 0, return
+    DART_UNSEEN_NGRAM_LOG_PROBABILITY."""
     if probability:
         return np.log(probability + DART_PROBABILITY_EPSILON)
     return DART_UNSEEN_NGRAM_LOG_PROBABILITY
@@ -130,8 +133,8 @@ def search_beam(trie, tokens, log_q, drafter_scores, is_end, context, suffixes, 
     extension_scores = np.empty(width * num_candidates)
     extended_suffixes = np.empty((width, max_suffixes + 1, num_candidates), np.int64)
     probabilities = np.empty(num_candidates)
-    unigrams = np.zeros(num_candidates)  # probabilities of tokens that never followed a suffix
-    active[0] = -1  # -1 stands for the root
+    unigrams = np.zeros(num_candidates)  # the n-gram probability of unseen tokens is 0
+    active[0] = -1  # the first prefix to extend is the root, -1
     num_active = 1
     size = 0
     find_suffix_nodes(trie, context, suffixes[0])
@@ -149,7 +152,7 @@ def search_beam(trie, tokens, log_q, drafter_scores, is_end, context, suffixes, 
                     step += DART_NGRAM_WEIGHT * ngram_log_prob(probabilities[i])
                 parent_score = scores[0, parent] if parent >= 0 else 0.0
                 parent_log_q = scores[1, parent] if parent >= 0 else 0.0
-                # The minimum with 0 prevents that a child scores higher due to rounding errors.
+                # Because of the minimum, a child never scores higher than its parent.
                 scores[0, size] = min(step * level_weight, 0.0) + parent_score
                 scores[1, size] = log_q[level, i] + parent_log_q
                 extension_scores[size - level_start] = scores[0, size] - (

@@ -4,8 +4,9 @@ The tree consists of the likeliest prefixes (DDTree section 4.3). A prefix is a 
 tokens, and a node represents the prefix that ends at the node. The score of a node is the
 log-probability of its prefix: the score of the parent plus the log-probability of the node's token
 after the parent's prefix. A prefix is never more probable than its parent. Lemma 1 and proposition
-1 of the paper therefore also hold for the probabilities of a conditional head. Marginals are
-treated as conditional probabilities that do not depend on the previous token.
+1 of the paper therefore also hold for the probabilities of a conditional head. If the drafter
+predicts only marginals (probabilities that do not depend on the other drafted tokens), they are
+used as the conditional probabilities.
 
 The search is exact. For marginals and for heads that depend on the previous token only, it is the
 best-first search of the paper's algorithm 1. For recurrent heads it proceeds depth by depth. Both
@@ -49,8 +50,11 @@ def build_ddtree(proposal: Proposal) -> DraftTree:
 
     A tree has as many drafted nodes as the node budget, or fewer if there are fewer prefixes. The
     nodes are in descending order of probability, so the first n nodes are the tree for a budget of
-    n nodes. For a budget of n nodes it is sufficient to consider the n likeliest tokens of each
-    position (lemma 1). With a conditional head, only the head's candidates are considered.
+    n nodes.
+
+    For a budget of n nodes, only the n likeliest tokens of each position are considered; the others
+    cannot be in the tree (lemma 1). With a conditional head, only the head's candidates are
+    considered.
     """
     conditionals = proposal.conditionals
     if conditionals is None:

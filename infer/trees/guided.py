@@ -18,7 +18,7 @@ from infer.ngrams.rescoring import (
 from infer.trees.ddtree import MarginalConditionals
 from infer.trees.tree import Conditionals, DraftNodes, DraftTree, Proposal, add_roots
 
-# At each position, this many of the drafter's likeliest tokens are considered (DART appendix D).
+# number of the drafter's likeliest tokens that are considered at each position (DART appendix D)
 DRAFTER_CANDIDATES_WITH_NGRAMS = 25
 
 
@@ -26,11 +26,13 @@ def build_guided_ddtree(proposal: Proposal) -> DraftTree:
     """Return draft trees of the likeliest prefixes under the drafter and an n-gram model together.
 
     The probability of a token after its path is proportional to the product of two factors: the
-    probability under the drafter, and the n-gram probability to the power of `proposal.weight`. The
-    probability under the drafter is the marginal, or the conditional probability of a head that is
-    not recurrent. The n-gram counts of the corpus are combined with the counts of the sequence
-    itself. The first n nodes are the tree for a budget of n nodes. The tree's `log_probs` include
-    the n-gram probabilities.
+    drafter's probability, and the n-gram probability to the power of `proposal.ngram_weight`. The
+    drafter's probability is the conditional one if there is a conditional head that is not
+    recurrent; otherwise it is the marginal one. The n-gram model combines the counts of the corpus
+    with the counts of the sequence itself.
+
+    The first n nodes are the tree for a budget of n nodes. The tree's `log_probs` include the
+    n-gram probabilities.
     """
     conditionals = proposal.conditionals
     if conditionals is None or conditionals.recurrent:
@@ -56,13 +58,14 @@ def build_guided_ddtree(proposal: Proposal) -> DraftTree:
 def make_ngram_search_buffers(
     proposal: Proposal, conditionals: MarginalConditionals | Conditionals, num_nodes: int
 ) -> list[NGramSearchBuffers]:
-    """Return the inputs of the tree search for each batch row.
+    """Return one `NGramRescorer` for each batch row. It contains the inputs of the tree search: the
+    candidates with their log-probabilities, the n-gram model, and scratch arrays for `num_nodes`
+    nodes.
 
-    They are the candidates with their log-probabilities, the n-gram model, and scratch arrays for
-    `num_nodes` nodes. The n-gram model may add tokens that are not candidates. An added token is
-    scored with its marginal probability, if this is available. Otherwise it is scored with the
-    marginal probability of the least likely candidate of the position. The marginal probability is
-    not available if the drafter does not score the token, or if the drafter runs on a GPU.
+    The n-gram model may add tokens that are not candidates. The drafter's probability of an added
+    token is its marginal probability, if two conditions hold: the drafter scores this token, and
+    the drafter runs on the CPU. Otherwise it is the marginal probability of the least likely
+    candidate of the position.
     """
     ngram = proposal.ngram
     marginals = proposal.marginals

@@ -27,12 +27,12 @@ class TreeMethod:
     # A function that returns the maximum number of drafted nodes of a tree, given the drafter's
     # block size. None if the method can use any node budget.
     max_nodes_for_block: Callable[[int], int] | None = None
-    # Whether the nodes of a tree are sorted by probability. If so, the first n nodes are the best
-    # tree of n nodes, which budget=auto requires.
+    # Whether the nodes of a tree are sorted by probability, so that the first n nodes are the best
+    # tree of n nodes. The option budget=auto requires this.
     sorts_nodes_by_probability: bool = False
     needs_ngrams: bool = False  # whether the method needs an n-gram model
-    # Whether the method also uses the n-grams of the sequence itself. If so, it works without an
-    # n-gram file.
+    # Whether the method also uses the n-grams of the sequence itself. Such a method works without
+    # an n-gram file.
     uses_sequence_ngrams: bool = False
     # Name of the tree method that replaces this method if an n-gram file is given.
     ngram_variant: str | None = None
@@ -92,15 +92,15 @@ _TREE_METHOD_ROWS = (
     ),
     TreeMethod("static", "static", "infer.trees.static:build_static_tree", in_evaluations=False),
 )
-# Key: name of the method. Methods without a drafter come first, because evaluations compare all
-# other methods with the first method.
+# Key: name of the method. Methods that need no drafter come first, because evaluations compare all
+# methods with the first one.
 TREE_METHODS = {
     row.name: row
     for row in sorted(_TREE_METHOD_ROWS, key=lambda row: row.needs_drafter)
     if is_installed(row.builder_path)
 }
-# An additional method that evaluations measure: "ddtree+ngrams", with prompt lookup instead of a
-# drafter.
+# An additional method that evaluations measure: the tree method "ddtree+ngrams" with prompt lookup
+# as the drafter.
 NGRAMS_ALONE_TREE_METHOD = TreeMethod(
     "n-grams alone", "n-grams alone", "", "#56b4e9", needs_ngrams=True
 )

@@ -1,7 +1,7 @@
 """The static tree: every node above the deepest level has the same number of children.
 
-The children of a node are the likeliest tokens after the node. "Tree-Based Speculative Decoding"
-for NanoGPT has trees of the same shape.
+The children of a node are the likeliest tokens after the node. The project "Tree-Based Speculative
+Decoding" for NanoGPT builds trees of the same shape.
 """
 
 import torch
@@ -14,9 +14,10 @@ from infer.trees.tree import DraftNodes, DraftTree, Proposal, add_roots
 def build_static_tree(proposal: Proposal) -> DraftTree:
     """Return trees in which each node above the deepest level has `proposal.width` children.
 
-    The depth is the largest one for which the tree fits into the node budget. Nodes have fewer
-    children if the node budget or the number of candidates per position is smaller than the width.
-    If the drafter has a conditional head, the children of a node depend on the node's token.
+    The depth is the largest one for which the tree fits into the node budget. If the node budget or
+    the number of candidates per position is smaller than `proposal.width`, nodes have only this
+    smaller number of children. If the drafter has a conditional head, the children of a node depend
+    on the path to the node.
     """
     conditionals = proposal.conditionals
     if conditionals is None:

@@ -13,11 +13,12 @@ from infer.trees.vocabulary import FULL_VOCABULARY, DraftVocabulary
 
 
 class Conditionals(Protocol):
-    """A drafter's probabilities of candidate tokens, given the tokens drafted before.
+    """A drafter's probabilities of candidate tokens, given the tokens drafted before. Each drafted
+    position has a list of candidate tokens.
 
-    A drafter with a conditional head predicts them
-    (`infer.drafters.heads.draft.ConditionalDraft`). For other drafters they are the marginals. Each
-    drafted position has a list of candidate tokens.
+    If the drafter has a conditional head, `infer.drafters.heads.draft.ConditionalDraft` computes
+    the probabilities. Otherwise they are the marginals, which do not depend on the other drafted
+    tokens.
     """
 
     # Whether the probabilities of a position depend on all tokens drafted before. If false, they
@@ -33,7 +34,8 @@ class Conditionals(Protocol):
 
         The first tensor is for position 0 and has the shape (B, candidates). The second tensor is
         for the other positions and has the shape (B, positions - 1, previous candidates,
-        candidates). The size of its third axis is 1 if the previous candidate does not matter.
+        candidates). The size of its third axis is 1 if the log-probabilities do not depend on the
+        previous candidate.
         """
 
     def compute_first_log_probs(self) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -57,7 +59,8 @@ class Conditionals(Protocol):
         """
 
     def draft_greedy_chain(self, length: int, /) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the likeliest token at each position, given the previous tokens returned.
+        """Return a chain of `length` tokens. Each token is the likeliest one after the previous
+        tokens of the chain.
 
         All tokens that the drafter scores are considered, not only the candidates. Returns tokens
         (B, length) and their log-probabilities (B, length).
@@ -76,8 +79,8 @@ class Proposal:
     ngram: NGramModel | None = None
     # The last tokens of each batch row's sequence, including the bonus token, for the n-gram model.
     contexts: Sequence[Sequence[int] | np.ndarray] = ()
-    ngram_weight: float = 1.0  # n-gram probabilities are raised to this power
-    width: int = 1  # children per node of a static tree
+    ngram_weight: float = 1.0  # exponent of the n-gram probabilities in the score of a token
+    width: int = 1  # number of children per node of a static tree
     eos_token_ids: Collection[int] = ()
     conditionals: Conditionals | None = None  # None if the drafter has no conditional head
     # The token id of each index on the last axis of `marginals`.
@@ -132,8 +135,9 @@ class DraftTree:
         rows, nodes = self.parents.shape
         mask = torch.eye(nodes, dtype=torch.bool, device=self.parents.device).expand(rows, -1, -1)
 
-        # Pointer doubling: the mask contains the ancestors that are fewer than `steps` levels above
-        # a node, and `upper_node` is the ancestor that is `steps` levels above it (or the root).
+        # Pointer doubling. In each iteration, the mask contains the ancestors that are fewer than
+        # `steps` levels above a node, and `upper_node` is the ancestor that is `steps` levels above
+        # it (or the root).
         upper_node = self.parents
         steps = 1
         while steps <= self.max_depth:
@@ -143,7 +147,7 @@ class DraftTree:
         return mask.contiguous()
 
     def keep_first(self, num_nodes: int) -> "DraftTree":
-        """Return trees of the root and the first `num_nodes` drafted nodes.
+        """Return trees that consist of the root and the first `num_nodes` drafted nodes.
 
         If the nodes are sorted by probability, these are the best trees of this size.
         """
@@ -157,10 +161,12 @@ class DraftTree:
         )
 
     def keep_likeliest(self, mean_nodes_per_row: int) -> "DraftTree":
-        """Return trees of the likeliest drafted nodes, chosen from all batch rows together.
+        """Return smaller trees, which keep the likeliest drafted nodes of all batch rows together.
 
-        On average, a batch row keeps `mean_nodes_per_row` drafted nodes. Batch rows where the
-        drafter is confident keep more nodes. The nodes of each batch row must be sorted by
+        The trees of the batch keep `mean_nodes_per_row` drafted nodes on average. A batch row in which
+        the
+        drafter is confident keeps more nodes than another. The nodes of each batch row must be
+        sorted by
         probability.
         """
         rows, nodes = self.log_probs[:, 1:].shape

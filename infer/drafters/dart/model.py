@@ -3,26 +3,27 @@ at this position with the embedding of the next token.
 
 A slot is an input position of a drafted block. B batch rows, C new context positions, T context
 length, N anchors (positions of the blocks' bonus tokens), L drafted positions, W slots of a block,
-D hidden size, F features of a position (hidden states of three target layers, concatenated; 3 * D),
-H key and value heads, E head size.
+D hidden size, F = 3 * D size of a position's features (hidden states of three target layers,
+concatenated), H key and value heads, E head size.
 
 The input at position i (DART section 3.2) consists of g_i = fc(features_i), computed from the
 target's hidden states at position i, and of the embedding e_{i+1} of the token at position i + 1.
 The first slot of a block is the last context position, so its next token is the bonus token. The
 input of every other slot is one learned mask vector. Attention is causal everywhere.
 
-Logits are shifted: a slot predicts the token after its own next token. So the first slot drafts the
-first position, and the W - 1 = L - 1 mask slots draft the other positions. In the unshifted variant
-of DART (the ablation of table 3), there are L mask slots, and each predicts the token at its own
-position. The drafter has its own language model head, which starts as a copy of the target's.
+Logits are shifted: a slot at position i predicts the token at position i + 2. So the first slot,
+whose next token is the bonus token, drafts the first position. The W - 1 = L - 1 mask slots draft
+the other positions. In the unshifted variant of DART (the ablation of table 3), there are L mask
+slots, and the one at position i predicts the token at position i + 1. The drafter has its own
+language model head, which starts as a copy of the target's.
 
 The keys and values of a context position depend on the next token, but on no later token, so
 decoding caches them. The token after the last committed position is the bonus token, which is not
-committed yet. Until it is, decoding stores the features of the last committed position (called
-pending features) instead of keys and values.
+committed yet. Until the bonus token is committed, decoding stores the features of the last
+committed position (called pending features) instead of its keys and values.
 
-The names of tensors, and the order of features and embeddings in inputs, are those of the authors'
-checkpoints.
+The names of tensors are those of the authors' checkpoints. The order in which features and
+embeddings are concatenated is also theirs.
 """
 
 from collections.abc import Generator
@@ -70,8 +71,8 @@ class DARTLayer(DrafterLayer):
         # norm of the target's projected hidden states; `input_layernorm` is the norm of the
         # embeddings of the next tokens
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        # mask vector: input of attention at all input positions of a block but the first; no norm
-        # is applied
+        # mask vector: the input of attention, to which no norm is applied, at every slot (input
+        # position) of a block except the first
         self.mask_rep = nn.Parameter(torch.empty(2 * config.hidden_size))
 
     def prepare_attention_inputs(
@@ -92,7 +93,8 @@ class DARTLayer(DrafterLayer):
     ) -> dict[str, torch.Tensor]:
         """Convert a target layer's weights to the names and shapes of this layer's weights.
 
-        The added columns, which read the embeddings of the next tokens, are zero.
+        This layer's query, key and value projections have additional columns, which read the
+        embeddings of the next tokens. These columns are zero.
         """
         weights = {
             name.replace("input_layernorm.", "hidden_norm."): tensor
@@ -109,10 +111,13 @@ class DARTLayer(DrafterLayer):
         """Build the inputs of drafted blocks. A block consists of one first slot (input position)
         and `num_masks` mask slots.
 
-        `projected` (B, num_blocks, D) and `first_inputs` (B, num_blocks, 2 * D) are the first
-        slots' hidden states and inputs of attention, for the hidden size D. In a mask slot, the
-        input of attention is the mask vector, and the hidden state is its first half. Returns the
-        hidden states (B, num_blocks * num_slots, D) and the inputs of attention of all slots.
+        `projected` (B, num_blocks, D) are the hidden states of the first slots, where D is the
+        hidden size. `first_inputs` (B, num_blocks, 2 * D) are the inputs of attention of the first
+        slots. In a mask slot, the input of attention is the mask vector, and the hidden state is
+        its first half.
+
+        Returns the hidden states (B, num_blocks * num_slots, D) and the inputs of attention (B,
+        num_blocks * num_slots, 2 * D) of all slots.
         """
         masks = self.mask_rep.expand(*first_inputs.shape[:2], num_masks, -1)
         mask_states = masks[..., : projected.shape[-1]]
@@ -136,8 +141,9 @@ class DARTState(DrafterState):
 
     @contextmanager
     def add(self, count: int) -> Generator[Self]:
-        """Yield a state of `count` new empty batch rows in the same memory, which the caller fills.
-        When the `with` block ends, they are appended to this state."""
+        """Yield a state of `count` new empty batch rows, which the caller fills. It uses this
+        state's memory. When the `with` block ends, the new batch rows are appended to this
+        state."""
         pending_features = self.pending_features[len(self.pending_features) - count :]
         with self.cache.add_rows(count) as cache:
             yield replace(self, cache=cache, pending_features=pending_features, is_empty=True)
@@ -152,7 +158,7 @@ class DARTState(DrafterState):
 
 
 class DART(Drafter):
-    """The DART drafter. The parameters have the same names as in the published checkpoints."""
+    """The DART drafter. Its tensors have the same names as in the published checkpoints."""
 
     # A block's first slot is the last context position, one before the bonus token.
     anchor_offset = 1
@@ -180,9 +186,9 @@ class DART(Drafter):
         """Return, as a list, the target layer whose weights the drafter's layer copies in a warm
         start.
 
-        This is the target's first attention layer after all layers in `layer_ids`, which the
-        drafter reads, or else its last attention layer. `layers` is ignored: the drafter has one
-        layer.
+        This is the first attention layer of the target that follows all layers in `layer_ids` (the
+        layers that the drafter reads). If no attention layer follows them, it is the target's last
+        attention layer. `layers` is ignored: the drafter has one layer.
         """
         all_attention_layers = get_attention_layer_ids(target_config)
         for layer in all_attention_layers:
@@ -231,10 +237,10 @@ class DART(Drafter):
     ) -> None:
         """Set the weights of `fc` and the mask vector for a warm start.
 
-        `fc` returns the hidden states of the last target layer in `layer_ids`. The mask vector
-        becomes the mean input of the layer over random tokens, because a random mask vector would
-        be larger than the output of attention that is added to it. It stays random if the
-        target's weights are not in memory.
+        The weights of `fc` are set so that it returns the hidden states of the last target layer in
+        `layer_ids`. The mask vector is set to the mean input of the layer over random tokens,
+        because a random mask vector would be larger than the output of attention that is added to
+        it. If the target's weights are not in memory, the mask vector stays random.
         """
         init_projection_to_select_layer(self.fc, -1)
         if any(weight.is_meta for weight in target.decoder.parameters()):
@@ -262,7 +268,8 @@ class DART(Drafter):
         `ids` (B, T) are the tokens. `anchors` (B, num_blocks) are the indices of the blocks' bonus
         tokens. Returns the embeddings (B, T, hidden_size) of the token after each position, and the
         indices (B, num_blocks) of the blocks' first slots, each one position before the bonus
-        token. No block attends to a document's last position, so its embedding does not matter.
+        token. The embedding returned for a document's last position does not matter, because no
+        block attends to this position.
         """
         next_embeddings = target.embed(ids.roll(-1, dims=1)).to(self.norm.weight.dtype)
         # Unused entries of `anchors` may be 0. Their blocks are ignored, so clamping is harmless.
@@ -334,10 +341,10 @@ class DART(Drafter):
         """Add newly committed positions to the decoding state; the arguments are explained in
         `Drafter.update_context`.
 
-        A position's keys and values depend on the next token, so they are computed when that token
-        has been committed. This call therefore writes to the KV cache the last position of the
-        previous call, and the new positions except the last one. It stores the features of the last
-        one.
+        A position's keys and values are computed when the next token has been committed, because
+        they depend on it. This call therefore writes two things to the KV cache: the last position
+        of the previous call, and the new positions except the last one. It stores the features of
+        the last new position.
         """
         cache = state.cache
         rows = len(features)

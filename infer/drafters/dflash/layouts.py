@@ -2,9 +2,10 @@
 these formats.
 
 The public layout is the format of the DFlash authors' checkpoints, which this project also writes.
-Every other layout is described by its differences from the public layout. Some checkpoints in the
-public layout have layers with a sliding window, or store sizes in `dflash_config`. JetSpec's
-checkpoints have the additional flag `causal_head`, and NeMo Automodel's have another class name.
+Every other layout is described by its differences from the public layout. Checkpoints in the public
+layout can differ in details: some have layers with a sliding window or store sizes in
+`dflash_config`, JetSpec's have the additional flag `causal_head`, and NeMo Automodel's have another
+class name.
 """
 
 from collections.abc import Collection, Mapping
@@ -25,7 +26,7 @@ class CheckpointLayout(NamedTuple):
     the DFlash authors' checkpoints (the public layout)."""
 
     name: str
-    # whether the bonus token's position drafts a token, if config.json does not say
+    # default: whether a token is drafted at the bonus token's position
     drafts_from_anchor: bool = False
     # config.json keys that are required in addition to those of the public layout
     required_keys: tuple[str, ...] = ()
@@ -186,11 +187,7 @@ def read_config(
     speculators_type = raw.get("speculators_model_type")
     layout = find_layout(family, raw)
     if speculators_type is not None and (layout is None or layout.name != "speculators"):
-        problem = (
-            f"config.json: speculators_model_type is {speculators_type!r}, expected "
-            f"{' or '.join(SPECULATORS_DEFAULTS)}; "
-            "drafters that draft one token per pass are not supported"
-        )
+        problem = f"config.json: speculators_model_type is {speculators_type!r}, expected {' or '.join(SPECULATORS_DEFAULTS)}; drafters that draft one token per pass are not supported"
         return ParsedConfig("none", None, {}, [problem])
     if layout is None:
         return None
@@ -273,8 +270,7 @@ def fill_parsed_config(
     if keys.ties_embeddings and has_embedding and not has_head:
         keys.add_problem(
             "tie_word_embeddings",
-            "is true, but a drafter that uses its own embedding as language model head is not "
-            "supported",
+            "is true, but a drafter that uses its own embedding as language model head is not supported",
         )
     parsed.config_kwargs = {
         **options,
@@ -287,8 +283,8 @@ def fill_parsed_config(
 
 
 def read_convolutions(keys: ValidConfigEntries, hidden_size: int) -> dict[str, int]:
-    """Return the config.json entries that describe DFlash 2's convolutions; {} if there are
-    none."""
+    """Return the config.json entries that describe the convolutions of a DFlash 2 drafter; {} if it
+    has none."""
     if not keys.get("conv_kernel_size"):
         return {}
     group_size = keys.get("conv_group_size", DEFAULT_CONVOLUTION_GROUP_SIZE)
@@ -307,10 +303,7 @@ def warn_of_default_last_tap(
     if layout.last_tap != "normed" or layout.name == "transformers" or "last_tap" in keys:
         return
     parsed.warnings.append(
-        "config.json does not say whether the drafter reads the target's last layer before or "
-        "after the final norm. It will be read after the norm, as in the DFlash authors' code. "
-        'vLLM reads it before the norm; to do the same here, add "last_tap": "raw" to config.json '
-        "beside target_layer_ids"
+        'config.json does not say whether the drafter reads the target\'s last layer before or after the final norm. It will be read after the norm, as in the DFlash authors\' code. vLLM reads it before the norm; to do the same here, add "last_tap": "raw" to config.json beside target_layer_ids'
     )
 
 
@@ -320,8 +313,8 @@ def read_head_and_anchor_config(
     """Return the config.json entries that describe the conditional head (it makes a token's score
     depend on the drafted tokens before it).
 
-    They include `sample_from_anchor` if the bonus token's position also drafts a token; this is
-    possible without a conditional head.
+    If a token is also drafted at the bonus token's position, the entry `sample_from_anchor` is
+    returned too, even if there is no conditional head.
     """
     head_config = read_head_config(keys)
     intermediate_size = keys.get("xpress_mlp_hidden")
@@ -342,8 +335,7 @@ def read_head_and_anchor_config(
     if len({*flags}) > 1:
         keys.add_problem(
             "shift_label",
-            f"is {flags[1]}, but sample_from_anchor is {flags[0]}; the two keys mean the same, so "
-            "remove the wrong one",
+            f"is {flags[1]}, but sample_from_anchor is {flags[0]}; the two keys mean the same, so remove the wrong one",
         )
     drafts_from_anchor = flags[0] if flags else layout.drafts_from_anchor
     if drafts_from_anchor:
@@ -362,9 +354,12 @@ def read_causal_flag(
     """Return {"causal": value} if config.json makes all layers causal, or all not causal, within
     the block; else {}.
 
-    Engines read different names of this flag (CAUSAL_KEYS), so contradicting values are a problem.
-    NeMo's JetSpec recipe writes is_causal false and causal true. In transformers' layout,
-    `options["sliding_window"]` is also converted from a distance to a number of positions.
+    Engines use different names for this flag (CAUSAL_KEYS). If two names have different values, a
+    sentence is added to `keys.problems`. For example, NeMo's JetSpec recipe writes is_causal false
+    and causal true.
+
+    In transformers' layout, `options["sliding_window"]` is changed from the largest distance
+    between query and key to the number of positions in the window.
     """
     family_config = {}
     if "sliding_attention" in options["layer_types"]:

@@ -2,8 +2,8 @@
 
 A slot is an input position of a block. B batch rows, C new context positions, T context length, N
 anchors (positions of the blocks' bonus tokens), W slots of a block (the bonus token and masks), D
-hidden size, F features of a position (hidden states of several target layers, concatenated), H key
-and value heads, E head size.
+hidden size, F size of a position's features (hidden states of several target layers, concatenated),
+H key and value heads, E head size.
 
 The architecture is that of the public DFlash checkpoints. The drafter has a few Qwen3 layers, whose
 queries are the slots of the block `[bonus token, mask, ..., mask]`. Keys and values come from the
@@ -110,7 +110,7 @@ class BlockConvolution(nn.Module):
         nn.init.ones_(self.base_kernel[:, 0])
 
     def compute_kernels(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the kernels of the convolutions before and after the sublayer.
+        """Compute the kernels of the convolution before the sublayer and of the one after it.
 
         `inputs` (B, num_slots, hidden_size) is the sublayer's input at the slots of all blocks.
         Each kernel has the shape (B, num_slots, kernel_size, hidden_size).
@@ -174,7 +174,7 @@ class DFlashState(DrafterState):
     """The decoding state: the KV cache of the context, and the drafter's weights in the form that
     the kernels read.
 
-    The weights are copies if the drafter is being trained.
+    If the drafter is being trained, the weights are copies of the drafter's.
     """
 
     # runs the layers; None for drafters with convolutions, which no kernel supports
@@ -185,10 +185,10 @@ class DFlashState(DrafterState):
 
 
 class DFlash(Drafter):
-    """The DFlash drafter. The parameters have the same names as in the public checkpoints.
+    """The DFlash drafter. Its tensors have the same names as in the public checkpoints.
 
     The inputs of a block are the bonus token and mask tokens. A token is drafted at each mask
-    token, and also at the bonus token if the config has `sample_from_anchor`.
+    token, and also at the bonus token if `sample_from_anchor` is true in the config.
     """
 
     family = DRAFTER_FAMILIES["dflash"]
@@ -243,12 +243,13 @@ class DFlash(Drafter):
     def default_layer_ids(target_layers: int, layers: int) -> list[int]:
         """Return the default choice of target layers whose hidden states a new drafter reads.
 
-        `target_layers` and `layers` are the numbers of layers of the target and of the drafter. The
-        drafter reads as many target layers as it has layers, evenly spaced from layer 1 to layer
-        `target_layers - 3`, like the public drafters. There are two exceptions. With fewer than
-        MIN_LAYERS_OF_PUBLIC_DRAFTERS layers, it reads three layers of a target with at least
-        MIN_LAYERS_OF_DEEP_TARGET layers. With one layer, it reads the middle layer of other
-        targets.
+        `target_layers` and `layers` are the numbers of layers of the target and of the drafter.
+        Like the public drafters, a drafter with n layers reads n target layers, evenly spaced from
+        layer 1 to layer `target_layers - 3`. There are two exceptions:
+
+        - A drafter with fewer than MIN_LAYERS_OF_PUBLIC_DRAFTERS layers reads three target layers
+          if the target has at least MIN_LAYERS_OF_DEEP_TARGET layers.
+        - If the target has fewer layers, a drafter with one layer reads the target's middle layer.
         """
         if layers < MIN_LAYERS_OF_PUBLIC_DRAFTERS and target_layers >= MIN_LAYERS_OF_DEEP_TARGET:
             first = target_layers // 4 - 1
@@ -264,10 +265,10 @@ class DFlash(Drafter):
     ) -> list[int]:
         """Return the target layers whose weights the drafter's layers copy in a warm start.
 
-        These are the target's first attention layers after layer_ids[0], the first layer that the
-        drafter reads. If too few layers follow, these are the target's last attention layers.
-        `layers` is the drafter's number of layers. Returns [] if the target has fewer attention
-        layers.
+        These are the first attention layers of the target that follow layer_ids[0], the first layer
+        that the drafter reads. If too few attention layers follow it, these are the target's last
+        attention layers. `layers` is the drafter's number of layers. Returns [] if the target has
+        fewer attention layers than the drafter has layers.
         """
         all_attention_layers = get_attention_layer_ids(target_config)
         later_layers = [layer for layer in all_attention_layers if layer > layer_ids[0]]
@@ -293,8 +294,7 @@ class DFlash(Drafter):
             mask_token_id = 0
         if not 0 <= mask_token_id < vocab_size:
             raise ValueError(
-                f"drafter.mask_token_id={mask_token_id}: use an id of the target's vocabulary, 0 "
-                f"to {vocab_size - 1}"
+                f"drafter.mask_token_id={mask_token_id}: use an id of the target's vocabulary, 0 to {vocab_size - 1}"
             )
 
         num_slots = options.block_size
@@ -318,8 +318,9 @@ class DFlash(Drafter):
     def init_weights(self, generator: torch.Generator) -> None:
         """Initialise all weights.
 
-        With layer fusion, where each layer learns its own mix of target layers, deeper layers of
-        the drafter start with a preference for deeper layers of the target, as in AngelSlim.
+        With layer fusion, each layer of the drafter learns its own mix of target layers. In the
+        initial mixes, deeper layers of the drafter prefer deeper layers of the target, as in
+        AngelSlim.
         """
         super().init_weights(generator)
         if self.has_layer_fusion:
@@ -340,8 +341,8 @@ class DFlash(Drafter):
     ) -> None:
         """Set the weights that convert the target's hidden states to inputs of keys and values.
 
-        The keys and values of the context in the drafter's first layer are then the same as in the
-        target layer that this layer was copied from.
+        With these weights, the drafter's first layer computes the same keys and values of the
+        context as the target layer that it was copied from.
         """
         self.hidden_norm.weight.copy_(layer_weights[0]["input_layernorm.weight"])
         if not self.has_layer_fusion:
@@ -355,11 +356,11 @@ class DFlash(Drafter):
             context_values.load_state_dict(values.state_dict())
 
     def mix_features_per_drafter_layer(self, features: torch.Tensor) -> torch.Tensor:
-        """Return the mix of the target layers' hidden states that each layer of the drafter reads,
-        (..., drafter layers, hidden_size).
+        """Return the input of each layer of a drafter with layer fusion: a mix of the target
+        layers' hidden states, (..., drafter layers, hidden_size).
 
         `features` (..., target layers * hidden_size) are the concatenated hidden states of the
-        target layers. The drafter must have layer fusion.
+        target layers.
         """
         by_target_layer = features.unflatten(-1, (-1, self.config.hidden_size))
         return self.layer_fusion_weights.softmax(-1) @ by_target_layer
@@ -528,8 +529,8 @@ class DFlash(Drafter):
     ) -> None:
         """Compute the keys and values of newly committed positions and write them to the KV cache.
 
-        They equal the result of `DrafterAttention.project_keys_values` in training. `tokens` is
-        ignored; the other arguments are explained in `Drafter.update_context`.
+        The keys and values equal the result of `DrafterAttention.project_keys_values` in training.
+        `tokens` is ignored; the other arguments are explained in `Drafter.update_context`.
         """
         cache = state.cache
         rows, width, _ = features.shape

@@ -3,9 +3,9 @@ reads these formats.
 
 There is one writer function per export format. A writer takes the drafter, the target or None, and
 the drafter's config.json and tensors in the public layout (the format of the DFlash authors'
-checkpoints). The tensors include the embedding and the language model head that the drafter uses if
-the format has `stores_embedding_and_head` (families.py). A writer returns the content of
-config.json and the tensors in its format.
+checkpoints). If `stores_embedding_and_head` of the export format (families.py) is true, these
+tensors include the embedding and the language model head that the drafter uses. A writer returns
+the content of config.json and the tensors in its format.
 
 `infer.formats.export` calls a writer only if its format can express the drafter.
 """
@@ -61,7 +61,7 @@ def convert_to_dflash2_format(
 ) -> tuple[Config, Weights]:
     """Return the content of config.json and the tensors in the format of DFlash 2's authors.
 
-    A drafter without convolutions gets convolutions that are the identity.
+    To a drafter without convolutions, convolutions that change nothing (the identity) are added.
     """
     keys, convolutions = build_selector_keys(drafter)
     config["architectures"] = ["DFlash2DraftModel"]
@@ -70,11 +70,11 @@ def convert_to_dflash2_format(
 
 
 def build_selector_keys(drafter: Drafter) -> tuple[Config, Weights]:
-    """Return the config.json entries of DFlash 2's candidate selector and convolutions, and tensors
-    to add.
+    """Return the config.json entries of DFlash 2's candidate selector and convolutions, and the
+    tensors that must be added to the drafter's tensors.
 
-    DFlash 2 requires convolutions. If the drafter has none, the added tensors are convolutions that
-    are the identity; otherwise they are {}.
+    DFlash 2 requires convolutions. If the drafter has none, convolutions that change nothing (the
+    identity) are added; otherwise no tensors are added.
     """
     head = drafter.conditional_head
     assert head is not None
@@ -150,10 +150,10 @@ def convert_to_specforge_format(
 
 
 def build_confidence_config(family_config: Config) -> dict[str, bool]:
-    """Return the config.json entries of the confidence head, which predicts whether a draft is
-    accepted.
+    """Return the config.json entries of the confidence head, which predicts whether a drafted token
+    is accepted.
 
-    Programs that read DSpark drafters require these keys even without a confidence head; then the
+    Programs that read DSpark drafters require these entries. Without a confidence head, their
     values are false.
     """
     names = ("enable_confidence_head", "confidence_head_with_markov")

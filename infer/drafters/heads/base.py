@@ -3,7 +3,7 @@ and the token before the slot, a conditional head computes the input of the lang
 a correction that is added to the logits.
 
 B batch rows, L drafted positions, W slots of a block, G blocks, D hidden size, V tokens of the
-target's vocabulary, R tokens that the drafter can propose, r rank of the head, S entries of the
+target's vocabulary, R tokens that the drafter can propose, r rank of the head, S size of the
 state of a recurrent head; `...` stands for any number of dimensions.
 
 The token before a slot can be any token of the target, because it may come from a prompt or from an
@@ -59,14 +59,14 @@ class ConditionalHead(nn.Module):
 
     The constructor takes the drafter's config and `family_config`, the object in config.json that
     holds the keys of the drafter family and of the head (listed in table.py). A subclass defines
-    `condition`, which computes the head's formula, and `init_weights`.
+    `condition`, which computes the head's output, and `init_weights`.
     """
 
     # whether a recurrent state carries information from all previous tokens of the block
     recurrent = False
     reads_raw_states = False  # whether the head reads hidden states before the final norm
     top_k = 0  # number of likeliest tokens per position that the head scores; 0 means all tokens
-    # name of the parameter that is the correction matrix; None for a head without corrections
+    # name of the parameter that is `correction_matrix`; None for a head without corrections
     output_name: str | None = None
 
     @property
@@ -117,8 +117,9 @@ class ConditionalHead(nn.Module):
         of the training text.
 
         `states` (num_blocks, num_slots, hidden_size) are the hidden states at all input positions
-        of the blocks. `previous_tokens` (num_blocks, L) int64 are the true tokens before the last L
-        positions, which are the drafted ones. The outputs have the shape (num_blocks, L, ...).
+        of the blocks. The last L input positions of a block are the drafted ones. `previous_tokens`
+        (num_blocks, L) int64 are the true tokens before these. The outputs have the shape
+        (num_blocks, L, ...).
         """
         length = previous_tokens.shape[1]
         slots = torch.arange(length, device=previous_tokens.device)
@@ -162,8 +163,9 @@ def get_draft_vocab_size(config: Qwen3Config) -> int:
 class ConfidenceHead(nn.Module):
     """DSpark's confidence head: predicts the probability that a drafted token is accepted.
 
-    It reads the hidden state at the drafted position. If `input_size` is larger than the hidden
-    size, it also reads the conditional head's embedding of the token before that position.
+    The confidence head reads the hidden state at the drafted position. If `input_size` is larger
+    than the hidden size, it also reads the conditional head's embedding of the token before that
+    position.
     """
 
     def __init__(self, input_size: int) -> None:

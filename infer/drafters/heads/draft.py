@@ -2,11 +2,12 @@
 tokens, from which draft trees and chains are built.
 
 Slots are the drafted positions of a block, numbered from 0. A query is a pair of a slot and a token
-before the slot. The candidates of a slot are its likeliest tokens by the scores without the head.
-The log-probability of a candidate is exact: it is normalised over all tokens that the drafter can
-propose, or over the `top_k` tokens among which the head chooses. The probabilities of a slot's
-candidates therefore need not add up to 1. Scores have one column for each token that the drafter
-can propose; `DraftVocabulary` maps columns to token ids.
+before the slot. Base scores are the drafter's scores before the conditional head changes them. The
+candidates of a slot are the tokens with the highest base scores. The log-probability of a candidate
+is exact: it is normalised over all tokens that the drafter can propose, or over the `top_k` tokens
+among which the head chooses. Therefore, the probabilities of a slot's candidates may add up to less
+than one. Scores have one column for each token that the drafter can propose; `DraftVocabulary` maps
+columns to token ids.
 
 B batch rows, L slots, R tokens that the drafter can propose, D hidden size.
 """
@@ -24,7 +25,8 @@ from infer.drafters.state import DrafterState
 from infer.targets.target import Target
 from infer.trees.tree import Proposal
 
-# maximum number of elements of one tensor of scores; more queries are scored in chunks
+# Maximum number of elements of one tensor of scores. If the scores of all queries have more
+# elements, they are computed in chunks.
 MAX_HEAD_SCORE_TENSOR_ELEMENTS = 1 << 24
 
 # Arguments: scores (B, queries, tokens) and the drafted position of each query (queries,). Returns
@@ -34,8 +36,8 @@ ScoreTransform = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class CandidateLogProbs(NamedTuple):
-    """The log-probabilities of each drafted position's candidates (likeliest tokens), for every
-    candidate of the previous position as previous token."""
+    """The log-probabilities of the candidates (likeliest tokens) of each drafted position, given
+    each possible candidate at the previous position."""
 
     # (B, candidates): at the first drafted position, after the bonus token
     first_slot: torch.Tensor
@@ -50,8 +52,8 @@ class ConditionalDraft:
 
     `drafter` must have a conditional head. `bonus` (B,) int64 are the bonus tokens. `block` is the
     result of `Drafter.draft_block`. `transform`, if given, changes scores before they are
-    normalised, see `ScoreTransform`. `candidates` is the number of likeliest tokens kept at each
-    drafted position.
+    normalised, see `ScoreTransform`. `candidates` is the number of candidate tokens of each drafted
+    position.
     """
 
     def __init__(
@@ -80,7 +82,8 @@ class ConditionalDraft:
         # (B, drafted positions, top_k): the columns of the scores (tokens) among which the head
         # chooses, likeliest first; None means all columns
         self.choice_columns: torch.Tensor | None = None
-        self.base_scores = marginals  # (B, drafted positions, tokens): scores without the head
+        # (B, drafted positions, tokens): scores before the conditional head changes them
+        self.base_scores = marginals
         if self.head.top_k:
             self.choice_columns = marginals.topk(self.head.top_k, dim=-1).indices
             self.base_scores = torch.full_like(marginals, -torch.inf).scatter(
@@ -99,8 +102,12 @@ class ConditionalDraft:
         self.tokens = self.vocabulary.columns_to_ids(self.columns)
 
     def _choose_candidate_columns(self) -> torch.Tensor:
-        """Return the candidates of each drafted position, (B, drafted positions, num_candidates):
-        the likeliest tokens by the scores without the head, as column indices of the scores."""
+        """Return the candidates of each drafted position, (B, drafted positions, num_candidates),
+        as column indices of the scores.
+
+        The candidates are the likeliest tokens by the drafter's scores before the conditional head
+        changes them. `transform` is applied to these scores.
+        """
         if self.transform is None:
             return self.base_scores.topk(self.num_candidates, dim=-1).indices
 
@@ -118,15 +125,15 @@ class ConditionalDraft:
         previous_tokens: torch.Tensor,
         recurrent_state: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Score all tokens for Q queries per batch row. A query is a drafted position with a token
-        before it.
+        """Return the conditional head's scores of all tokens for Q queries per batch row. A query
+        asks for the scores at a drafted position, given the token before this position.
 
         `slots` (Q,) are the numbers of the drafted positions. `previous_tokens` (B, Q) are the
         tokens before them. `recurrent_state` (B, Q, state_size) is the state of a recurrent head
         before it reads these tokens; None for other heads.
 
-        Returns the unnormalised scores (B, Q, draft_vocab_size) and the recurrent state after these
-        tokens (None if the head is not recurrent).
+        Returns the unnormalised scores (B, Q, draft_vocab_size), and the recurrent state after
+        these tokens (None if the head is not recurrent).
         """
         output = self.head.condition(
             self.embed_and_norm, self.states[:, slots], previous_tokens, slots, recurrent_state
@@ -137,11 +144,12 @@ class ConditionalDraft:
         return scores, output.recurrent_state
 
     def apply_head_output(self, base_scores: torch.Tensor, output: HeadOutput) -> torch.Tensor:
-        """Add the head's output to scores without the head. Return the scores
-        (..., draft_vocab_size) with the head.
+        """Combine the drafter's scores with the output of the conditional head. Return the new
+        scores (..., draft_vocab_size).
 
-        `base_scores` are the scores without the head, broadcast to the result's shape. They are
-        ignored if the head corrects no logits but changes the input of the language model head.
+        `base_scores` are the drafter's scores before the conditional head changes them, broadcast
+        to the result's shape. They are ignored if the head does not correct logits but changes the
+        input of the language model head.
         """
         if output.low_rank_correction is None:
             return self.drafter.compute_logits(self.target, output.head_input)
@@ -157,7 +165,7 @@ class ConditionalDraft:
         previous_tokens: torch.Tensor,
         recurrent_state: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the log-probabilities (B, Q, num_candidates) of the candidates of Q queries, and
+        """Return the log-probabilities (B, Q, num_candidates) of the candidates for Q queries, and
         the recurrent state after the previous tokens (None if the head is not recurrent).
 
         A query is a drafted position with a token before it. The arguments are explained in
@@ -183,8 +191,8 @@ class ConditionalDraft:
 
     @cached_property
     def candidate_log_probs(self) -> CandidateLogProbs:
-        """The log-probabilities of each drafted position's candidates (likeliest tokens), for every
-        candidate of the previous position as previous token.
+        """The log-probabilities of the candidates (likeliest tokens) of each drafted position,
+        given each possible candidate at the previous position.
 
         Not available for recurrent heads.
         """
@@ -192,7 +200,7 @@ class ConditionalDraft:
         first_slot = self._compute_slot_log_probs(slice(0, 1), self.bonus[:, None, None])
         max_queries = self.max_queries
         if self.choice_columns is not None and self.transform is None:
-            # Everything fits at once, because only `top_k` tokens per query are scored.
+            # All queries fit into one tensor, because only `top_k` tokens per query are scored.
             max_queries = self.length * self.num_candidates
 
         later_slots = []
@@ -213,12 +221,12 @@ class ConditionalDraft:
         return CandidateLogProbs(first_slot[:, 0, 0], torch.cat(later_slots, 1))
 
     def _compute_slot_log_probs(self, slots: slice, previous_tokens: torch.Tensor) -> torch.Tensor:
-        """Return the log-probabilities of the candidates of several drafted positions, for several
-        alternative tokens before each position.
+        """Return the log-probabilities of the candidates of several drafted positions, given each
+        of several tokens before the position.
 
         `slots` is the range of the positions. `previous_tokens` (B, positions, alternatives) are
-        the tokens before them. The result has the shape
-        (B, positions, alternatives, num_candidates).
+        the alternative tokens before each position. The result has the shape (B, positions,
+        alternatives, num_candidates).
         """
         device = previous_tokens.device
         slot_numbers = torch.arange(self.length, device=device)[slots, None]  # (positions, 1)
@@ -226,8 +234,8 @@ class ConditionalDraft:
             self.embed_and_norm, self.states[:, slots, None], previous_tokens, slot_numbers, None
         )
         if self.choice_columns is not None and self.transform is None:
-            # The head chooses only among the `top_k` tokens of `choice_columns`, so no other tokens
-            # need scores. The first of these tokens are the candidates.
+            # The head chooses only among the `top_k` tokens in `choice_columns`, so no other tokens
+            # need scores. The candidates come first in `choice_columns`.
             choices = self.choice_columns[:, slots]  # (B, positions, top_k)
             matrix = self.head.correction_matrix
             assert matrix is not None and output.low_rank_correction is not None
@@ -262,11 +270,12 @@ class ConditionalDraft:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the log-probabilities (B, P, num_candidates) of the candidates of the drafted
         position `slot` after each of P prefixes (paths of a draft tree), and the recurrent state
-        after the prefixes.
+        after each prefix.
 
         `last_candidate_indices` (B, P) int64 is the last token of each prefix, as an index into the
         candidates of the previous position. `recurrent_state` (B, P, state_size) is the recurrent
-        state before these tokens. Both states are None if the head is not recurrent.
+        state before these tokens. If the head is not recurrent, this state and the returned state
+        are None.
         """
         if not self.recurrent:
             indices = last_candidate_indices[..., None].expand(-1, -1, self.tokens.shape[-1])
@@ -310,10 +319,10 @@ class ConditionalDraft:
         return torch.cat(tokens, 1), log_probs
 
     def _read_greedy_chain_from_table(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the tokens and log-probabilities that `chain` returns, read from `table` (the
-        log-probabilities of candidates).
+        """Return the result of `draft_greedy_chain`, computed from `candidate_log_probs`.
 
-        This requires that each position's candidates are all tokens among which the head chooses.
+        This requires that the candidates of each position are all the tokens among which the
+        conditional head chooses.
         """
         log_probs = self.candidate_log_probs.first_slot  # (B, candidates)
         best_log_probs = []
@@ -333,8 +342,8 @@ class ConditionalDraft:
 def draft_proposal(
     drafter: Drafter, target: Target, bonus: torch.Tensor, state: DrafterState, max_nodes: int
 ) -> Proposal:
-    """Draft a block for every batch row. Return a proposal, from which draft trees for greedy
-    decoding are built.
+    """Draft a block for every batch row. Return the proposal from which draft trees are built in
+    greedy decoding.
 
     `bonus` (B,) are the bonus tokens, after which the blocks are drafted. `state` is the drafter's
     decoding state. `max_nodes` is the maximum number of drafted nodes of a tree.
@@ -368,8 +377,9 @@ def teacher_force_head(
     blocks, given the true tokens of the training text.
 
     `states` (num_blocks, num_slots, hidden_size) are the hidden states at all input positions of
-    the blocks. `previous_tokens` (num_blocks, L) int64 are the true tokens before the last L
-    positions, which are the drafted ones. The outputs have the shape (num_blocks, L, ...).
+    the blocks. The last L input positions of a block are the drafted ones. `previous_tokens`
+    (num_blocks, L) int64 are the true tokens before these. The outputs have the shape (num_blocks,
+    L, ...).
     """
     head = get_conditional_head(drafter)
     return head.teacher_force(get_embed_and_norm(drafter, target), states, previous_tokens)
@@ -378,10 +388,10 @@ def teacher_force_head(
 def teacher_forced_log_probs(
     drafter: Drafter, target: Target, block: DraftedBlock, previous_tokens: torch.Tensor
 ) -> torch.Tensor:
-    """Return the log-probabilities (B, L, draft_vocab_size) of all draft tokens at the L drafted
-    positions of a block, given the true tokens before each position.
+    """Return the log-probabilities (B, L, draft_vocab_size) of all tokens that the drafter can
+    propose at the L drafted positions of a block, given the true tokens before each position.
 
-    `previous_tokens` (B, L) int64 are these true tokens.
+    `previous_tokens` (B, L) int64 are the true tokens.
     """
     assert block.states is not None
     draft = ConditionalDraft(drafter, target, previous_tokens[:, 0], block, candidates=1)

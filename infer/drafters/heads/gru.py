@@ -5,9 +5,10 @@ The logits of the k-th drafted position, counted from 1, are
 
 U_k + C silu(J [h_k; GRU(E[x_0 .. x_{k-1}])]).
 
-U_k are the logits without the head, h_k is the hidden state at this position, x_0 is the bonus
+U_k are the logits before the correction, h_k is the hidden state at this position, x_0 is the bonus
 token, x_1 .. x_{k-1} are the tokens drafted before position k, E is the target's embedding, and C
-and J are matrices. The first `pure_draft_prefix_len` drafted positions get no correction.
+and J are matrices. The logits of the first `pure_draft_prefix_len` drafted positions are not
+corrected.
 """
 
 import torch
@@ -67,8 +68,8 @@ class GRUHead(ConditionalHead):
     def teacher_force(
         self, embed_and_norm: EmbedAndNorm, states: torch.Tensor, previous_tokens: torch.Tensor
     ) -> HeadOutput:
-        """Return the head's outputs as described in `Head.teacher_force`, with one run of the GRU
-        over all tokens."""
+        """Return the head's outputs as described in `ConditionalHead.teacher_force`. The GRU runs
+        once over all tokens."""
         length = previous_tokens.shape[1]
         assert self.correction_matrix is not None
         embedded = embed_and_norm.embed(previous_tokens).to(self.correction_matrix.dtype)

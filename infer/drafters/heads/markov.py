@@ -1,8 +1,8 @@
 """DSpark's Markov heads: conditional heads that add a low-rank table of token pairs to the logits.
 
-For the drafted position k, U_k are the logits without the head, h_k is the hidden state, and x is
-the token before the position. W1, W2, Wg and Wz are matrices; W1[x] is the row of token x, whose
-length is the head's rank. The three kinds of head compute these logits:
+For the drafted position k, U_k are the logits before the head changes them, h_k is the hidden
+state, and x is the token before the position. W1, W2, Wg and Wz are matrices; W1[x] is the row of
+token x, whose length is the head's rank. The three kinds of head compute these logits:
 
 - `vanilla`: U_k + W2 W1[x];
 - `gated`: U_k + W2 (sigmoid(Wg [h_k; W1[x]]) * W1[x]);

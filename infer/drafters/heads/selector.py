@@ -3,8 +3,8 @@ position, given the token before the position.
 
 For the drafted position k, the head keeps the `top_k` likeliest tokens. The logit of such a token v
 is U_k(v) + <A[x] * (P h_k), B[v]>. The softmax is over these tokens alone. U_k are the logits
-without the head, h_k is the hidden state at position k, x is the token before position k, and
-<., .> is the dot product. The matrices A and B have `rank` columns, and P has `rank` rows.
+before the head changes them, h_k is the hidden state at position k, x is the token before position
+k, and <., .> is the dot product. The matrices A and B have `rank` columns, and P has `rank` rows.
 """
 
 import torch

@@ -4,8 +4,8 @@ before it.
 This module does not import torch, because options are checked against the table before any model is
 loaded.
 
-To add a head, write a subclass of `infer.drafters.heads.base.Head` in a file of this folder, add an
-entry to `_HEAD_SPECS`, and add a file to conf/head.
+To add a head, write a subclass of `infer.drafters.heads.base.ConditionalHead` in a file of this
+folder, add an entry to `_HEAD_SPECS`, and add a file to conf/head.
 """
 
 from collections.abc import Mapping
@@ -20,9 +20,9 @@ MARKOV_HEAD_KINDS = ("vanilla", "gated", "rnn")  # the values of `drafter.head.k
 class HeadConfigKey(NamedTuple):
     """A config.json key that describes a conditional head, with its default and allowed values.
 
-    The key is in the object that holds the drafter family's keys, for example `dflash_config`. If
-    `choices` is not empty, it holds the allowed values; otherwise integers from `minimum` are
-    allowed.
+    In config.json, the key is in the object that holds the drafter family's keys, for example
+    `dflash_config`. If `choices` is not empty, it holds the allowed values; otherwise integers from
+    `minimum` are allowed.
     """
 
     name: str
@@ -61,7 +61,8 @@ class HeadSpec:
         return {key.option_name for key in self.config_keys if key.option_name}
 
     def load(self) -> Any:
-        """Import and return the head's class, a subclass of `infer.drafters.heads.base.Head`."""
+        """Import and return the head's class, a subclass of
+        `infer.drafters.heads.base.ConditionalHead`."""
         return resolve_name(self.class_path)
 
 
@@ -207,8 +208,8 @@ def read_head_options(family_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_head_config(config_entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config.json entries that describe the conditional head, with defaults for missing
-    keys; {} for no head.
+    """Return the config.json entries that describe the conditional head; {} if there is no head.
+    Missing entries have their default values.
 
     `config_entries` are all valid entries of config.json, an
     `infer.drafters.config_keys.CheckedKeys`.
@@ -246,8 +247,7 @@ def check_head_options(options: Any) -> None:
             f"head={other.name}" for other in _HEAD_SPECS if name in other.option_names
         )
         raise ValueError(
-            f"drafter.head.{name}={value} is an option of {heads}, not of head={options.name}; "
-            "remove it"
+            f"drafter.head.{name}={value} is an option of {heads}, not of head={options.name}; remove it"
         )
 
     if options.kind not in MARKOV_HEAD_KINDS:

@@ -2,8 +2,8 @@
 logits of a drafted position with the hidden states and tokens of all positions of the block up to
 this one.
 
-The logits of position k are U_k + R (c_k + Wd (silu(Wg c_k) * Wu c_k)). U_k are the logits without
-the head. The vector c_k has r entries (the rank) and mixes the positions, separately for each
+The logits of position k are U_k + R (c_k + Wd (silu(Wg c_k) * Wu c_k)). U_k are the logits before
+the correction. The vector c_k has r entries (the rank) and mixes the positions, separately for each
 entry: c_k = x_k + sum_{j <= k} M_kj * x_j with x_j = Wi [Wh h_j; Wm mean(h); E[y_j]]. Here h_j is
 the hidden state at position j, mean(h) is the mean over the block, and y_j is the token before
 position j. The comments in `XPressHead.__init__` name the tensors of these matrices.
@@ -126,8 +126,8 @@ class XPressHead(ConditionalHead):
     def teacher_force(
         self, embed_and_norm: EmbedAndNorm, states: torch.Tensor, previous_tokens: torch.Tensor
     ) -> HeadOutput:
-        """Return the head's outputs as described in `Head.teacher_force`, computed for all
-        positions at once."""
+        """Return the head's outputs as described in `ConditionalHead.teacher_force`, computed for
+        all positions at once."""
         slots = states.shape[1]
         # (blocks, slots)
         tokens = torch.cat([previous_tokens[:, :1], previous_tokens], 1)[:, -slots:]
