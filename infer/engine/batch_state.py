@@ -94,8 +94,8 @@ class BatchState:
 
     def commit(self, tree: DraftTree, features: Features, accepted: AcceptedPath) -> None:
         """Keep the accepted nodes of a round in the target's cache, queue their features for the
-        drafter's cache, and set the bonus tokens of the next round. `features` are the target's
-        hidden states at all nodes.
+        drafter's cache, and store the new bonus tokens. `features` are the target's hidden states
+        at all nodes.
 
         This method runs on the device, without a GPU-to-CPU synchronisation. The caller must call
         `record_committed_counts` next.
@@ -124,9 +124,10 @@ class BatchState:
     def _queue_for_drafter(self, positions: PendingPositions) -> None:
         """Queue committed positions for the drafter's cache.
 
-        As long as rounds commit only the root of each tree, their positions stay queued, but for at
-        most MAX_ROUNDS_MISSING_IN_DRAFTER_CACHE rounds. Inside `pad_batch` the queue is flushed at
-        once, because the next round may be padded to another number of rows.
+        Rounds that commit only the root of each tree stay queued together, at most
+        MAX_ROUNDS_MISSING_IN_DRAFTER_CACHE of them. Otherwise the queue is flushed before the new
+        positions are put into it. Inside `pad_batch` it is also flushed afterwards, because the
+        next round may be padded to another number of rows.
         """
         has_drafted = (
             bool(self.pending) and positions.tokens.shape[1] + self.pending[0].tokens.shape[1] > 2
@@ -178,8 +179,8 @@ class BatchState:
 
 
 def concatenate_roots(pending: list[PendingPositions]) -> PendingPositions:
-    """Concatenate the pending positions of several rounds into one. Each round must have committed
-    exactly one position per batch row, the root."""
+    """Return the pending positions of several rounds, in order, as one `PendingPositions`. Each
+    round must have committed exactly one position per batch row, the root."""
     context = torch.cat([positions.context for positions in pending], 1)
     tokens = torch.cat([positions.tokens for positions in pending], 1)
     count = len(pending)
@@ -202,8 +203,8 @@ class PrefillBatch:
             self.draft_state = self.row_contexts.enter_context(
                 state.draft_state.add(len(sequences))
             )
-        # For each sequence: the final hidden state (hidden_size,) of the prompt's last token, or
-        # None if it has not been computed yet.
+        # For each sequence: the target's final hidden state (hidden_size,) at the prompt's last
+        # token. None if it has not been computed yet.
         self.last_hidden: list[torch.Tensor | None] = [None] * len(sequences)
         for row, sequence in enumerate(sequences):
             self._restore_prefix(row, sequence)
@@ -248,8 +249,8 @@ class PrefillBatch:
         return len(chunks) * max(len(chunk) for chunk in chunks)
 
     def finish(self) -> torch.Tensor:
-        """Let the next decoding rounds use the batch rows of these sequences. Return the final
-        hidden states (B, 1, hidden_size) of the last token of each prompt."""
+        """Make the batch rows of these sequences take part in all later decoding rounds. Return the
+        final hidden states (B, 1, hidden_size) of the last token of each prompt."""
         self.batch_state.flush_to_drafter()
         self.row_contexts.close()
         last_hidden = [hidden for hidden in self.last_hidden if hidden is not None]

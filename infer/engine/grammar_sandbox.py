@@ -2,8 +2,8 @@
 
 llguidance limits the number of steps, but a single step may take seconds of time or gigabytes of
 memory, and running out of memory would kill the server. The server therefore first lets a child
-process compile each grammar, and follow it for some random tokens. The child process has little
-time and memory.
+process compile each grammar, and generate some random tokens that the grammar allows. The child
+process has limits on its time and memory.
 
 This file is also the program that the child process runs. It imports nothing from this package.
 """
@@ -51,7 +51,7 @@ GRAMMAR_SANDBOX_CPU_SECONDS = 1.0
 GRAMMAR_SANDBOX_CPU_SECONDS_PER_TOKEN = 0.05
 # limit of the child process's address space, tokenizer and stack included
 GRAMMAR_SANDBOX_MEMORY_BYTES = 2 << 30
-GRAMMAR_SANDBOX_TRIAL_TOKENS = 32  # number of random allowed tokens that a grammar is tried with
+GRAMMAR_SANDBOX_TRIAL_TOKENS = 32  # number of random tokens generated to test a grammar
 # number of accepted grammars that are remembered and not checked again
 MAX_CACHED_GRAMMAR_CHECK_RESULTS = 64
 
@@ -68,7 +68,7 @@ def run_with_deep_stack(function: Callable[[], Any]) -> Any:
         mmap.mmap(-1, GRAMMAR_COMPILER_STACK_BYTES + GRAMMAR_COMPILER_FREE_MEMORY_BYTES).close()
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(function).result()
-    except (OSError, RuntimeError) as error:  # no memory for the mapping or the thread
+    except (OSError, RuntimeError) as error:  # too little memory for the stack or for the thread
         raise MemoryError(
             "not enough free memory to compile a grammar; try again later or free some memory"
         ) from error
@@ -182,8 +182,8 @@ def find_refusal_reason(kind: str, source: str, tokenizer: "LLTokenizer") -> str
             )
         bitmask = matcher.compute_bitmask() if not matcher.is_error() else b""
         if matcher.is_error():
-            # Accept a grammar that only fails after the first token: the output then just ends
-            # there.
+            # Accept a grammar with which llguidance fails only after the first token: outputs then
+            # end at that token.
             return f"{kind}: {matcher.get_error().splitlines()[0]}" if step == 0 else None
         if time.process_time() - start > GRAMMAR_SANDBOX_CPU_SECONDS_PER_TOKEN:
             limit = f"{GRAMMAR_SANDBOX_CPU_SECONDS_PER_TOKEN:g} s"
@@ -216,8 +216,8 @@ def main() -> None:
 
     from llguidance import LLTokenizer
 
-    # Ignore Ctrl-C, which the server handles: when the server ends, this process's input ends, and
-    # the loop below stops.
+    # Ignore Ctrl-C, which the server handles. When the server ends, the standard input of this
+    # process ends, and so does the loop below.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(5)
     hard_limit = resource.getrlimit(resource.RLIMIT_AS)[1]

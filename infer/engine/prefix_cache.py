@@ -15,7 +15,7 @@ import torch
 
 PREFIX_CACHE_BLOCK_TOKENS = 64
 
-# Identifies a block: the number of the previous block (0 for the first block), and
+# Identifies a block: the `block_id` of the previous block (0 for the first block), and
 # PREFIX_CACHE_BLOCK_TOKENS + 1 tokens, which are those of the block and the token after it.
 BlockKey = tuple[int, tuple[int, ...]]
 # The entries of a block in one KV cache. For each buffer of the cache there is a tensor (planes,
@@ -65,8 +65,8 @@ class PrefixCache:
     def insert(
         self, ids: list[int], copy_block: Callable[[int], tuple[BlockTensors, BlockTensors]]
     ) -> None:
-        """Copy the complete blocks of a sequence that are not cached yet into the cache, as far as
-        memory allows.
+        """Add copies of the complete blocks of a sequence that are not cached yet, as far as
+        `max_bytes` allows.
 
         `copy_block(position)` copies the block that begins at this position of the sequence. It
         returns the entries of the target's cache and those of the drafter's cache.
@@ -91,8 +91,8 @@ class PrefixCache:
         self._mark_as_used(path)
 
     def _mark_as_used(self, path: list[BlockKey]) -> None:
-        """Make the blocks of a sequence, whose keys are `path`, the last to be evicted. The
-        sequence's first block becomes the very last."""
+        """Move the blocks of a sequence to the end of the eviction order, its first block last.
+        `path` has the keys of the blocks."""
         for key in reversed(path):
             self.blocks.move_to_end(key)
 
@@ -120,7 +120,7 @@ def make_block_key(ids: list[int], index: int, previous_block_id: int) -> BlockK
     """Return the key of block `index` of a sequence, or None if the sequence has too few tokens for
     this block and the token after it.
 
-    `previous_block_id` is the number of the previous block, or 0 if there is none.
+    `previous_block_id` is the `block_id` of the previous block, or 0 if there is none.
     """
     start = index * PREFIX_CACHE_BLOCK_TOKENS
     tokens = tuple(ids[start : start + PREFIX_CACHE_BLOCK_TOKENS + 1])

@@ -185,8 +185,8 @@ class Runner:
         return self.prefill_batch.run_chunk(start, length)
 
     def finish_prefill(self, sequences: list[Sequence]) -> None:
-        """Let decoding rounds use the batch rows of prefilled sequences, and choose the token after
-        each prompt, which becomes the row's bonus token."""
+        """Make the batch rows of prefilled sequences take part in decoding rounds, and choose the
+        token after each prompt, which becomes the row's bonus token."""
         assert self.prefill_batch is not None
         state = self.batch_state
         last_hidden = self.prefill_batch.finish()
@@ -203,7 +203,7 @@ class Runner:
             outcome = unpack_outcome(values, path_width=1, num_node_log_probs=0)
             append_logprobs(sequence, outcome.token_logprobs)
             sequence.append(outcome.tokens, self.target)
-            if len(sequence.commits) > 1:  # the sequence had output before it was prefilled again
+            if len(sequence.commits) > 1:  # the sequence already had output and was prefilled again
                 sequence.commits[0] += sequence.commits.pop()
 
     def _choose_first_tokens(
@@ -212,7 +212,8 @@ class Runner:
         """Choose the token after each prompt. `last_hidden` (B, 1, hidden_size) are the final
         hidden states of the prompts' last tokens.
 
-        Return the tokens as bonus tokens of trees that have only a root, and the result of
+        The last tokens of the prompts are treated as trees that have only a root. Return the
+        accepted paths of these trees, whose bonus tokens are the chosen tokens, and the result of
         `pack_outcomes`.
         """
         target = self.target

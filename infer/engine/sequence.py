@@ -1,4 +1,5 @@
-"""A sequence that is being decoded: its tokens, where it ends, and what decoding it costs."""
+"""A sequence that is being decoded: its tokens, where its output ends, and statistics of its
+decoding."""
 
 from collections import abc
 from dataclasses import dataclass, field
@@ -47,7 +48,7 @@ class Stopwatch:
 
 @dataclass
 class DecodeStats:
-    """What decoding one sequence took.
+    """Statistics of decoding one sequence: numbers of tokens and rounds, and seconds.
 
     A round commits the accepted drafted tokens and the next bonus token. The prefill yields the
     first bonus token, so `tokens` is 1 plus the number of tokens that all rounds committed.

@@ -168,8 +168,8 @@ def choose_greedy_tokens(target: Target, tree: DraftTree, hidden: torch.Tensor) 
 
 
 def find_seen_with_offset(find_seen: SeenTokensLookup, first: int, nodes: slice) -> torch.Tensor:
-    """Call `find_seen`, which marks the tokens in the prefixes of nodes. `nodes` is a slice of node
-    indices that count from node `first`."""
+    """Call `find_seen`, which marks the tokens in the prefixes of nodes, for the slice `nodes`
+    shifted by `first` nodes."""
     return find_seen(slice(nodes.start + first, nodes.stop + first))
 
 
@@ -179,9 +179,9 @@ def select_host_sequences(
     """Return the sequences whose tokens are chosen on the host. Keys are batch rows, values are
     sequences.
 
-    These are the sequences with logits processors or a grammar. On a CPU they are all sequences if
-    the round uses sampling and its trees are small: generating noise for all nodes would take as
-    long as a target pass, and the host generates noise only for nodes on the target's path.
+    These are the sequences with logits processors or a grammar. On a CPU, all sequences are
+    returned if the round uses sampling and its trees are small. The host generates noise only for
+    nodes on the target's path, whereas noise for all nodes would take as long as a target pass.
     `is_captured` tells whether the round runs as CUDA graphs.
     """
     num_nodes = tree.tokens.shape[1]
@@ -241,8 +241,9 @@ def choose_tokens_of_row(
     (num_nodes, vocab_size) are the target's logits after the nodes.
 
     Only nodes on the target's path get a token; the other nodes get NO_TOKEN. Logits processors and
-    grammars are therefore called for one node at a time, with the node's prefix. If the path goes
-    on after the end of the sequence, the last token is repeated; the repetitions are cut off later.
+    grammars are therefore called for one node at a time, with the node's prefix. If the output ends
+    at a token on the path, later nodes of the path get the same token again; the caller removes
+    these repetitions.
     """
     row_slice = slice(row, row + 1)
     row_sampling = sampling.tensors.select_rows(row_slice)
@@ -323,8 +324,8 @@ def walk(
     target's tokens after the nodes, greedy or sampled.
 
     There is no GPU-to-CPU synchronisation, because all nodes are tested at once. A node is accepted
-    if it and all its ancestors below the root have the target's token after their parent. The path
-    ends at the deepest accepted node.
+    if its token, and the token of each ancestor except the root, is the target's token after the
+    respective parent. The path ends at the deepest accepted node.
     """
     if tree.max_depth == 0:
         lengths = torch.ones_like(tree.parents[:, 0])
@@ -341,8 +342,8 @@ def walk(
     on_path = ancestors.gather(1, last_ancestors)[:, 0]  # (B, num_nodes)
 
     # Column d of `path` gets the path's node at depth d. All nodes that are not on the path go to
-    # an extra column, which is dropped. The path is never wider than the tree has nodes, because it
-    # would not fit into the KV cache.
+    # an extra column, which is dropped. The path has at most as many columns as the tree has nodes,
+    # because the KV cache has no space for more.
     max_length = min(tree.max_depth, tree.max_drafted)
     columns = torch.where(on_path, tree.depths, max_length + 1)
     nodes = torch.arange(columns.shape[1], device=columns.device).expand_as(columns)
