@@ -198,8 +198,8 @@ def check_prompt(
     for id in (min(prompt), max(prompt)):
         if not 0 <= id < vocab_size:
             raise ValueError(
-                f"prompt: token {id} does not exist, the model has 0 to {vocab_size - 1}; use the "
-                "tokenizer of this model"
+                f"the prompt contains the token id {id}, but the model has only the ids 0 to "
+                f"{vocab_size - 1}; use the tokenizer of this model"
             )
     length = len(prompt) + options.max_new_tokens
     if length > capacity:

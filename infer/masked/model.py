@@ -105,9 +105,9 @@ class MaskedModel:
 
     @property
     def context_length_matching_weight_cost(self) -> float:
-        """The context length at which a position costs twice as much as without context. It is
-        infinite, because every forward pass computes the whole sequence, so all passes over it cost
-        the same."""
+        """The context length at which computing a position costs twice as much as without context.
+        It is infinite here, because the cost of a position does not depend on its place in the
+        sequence: every forward pass computes the whole sequence."""
         return math.inf
 
     @cached_property

@@ -253,7 +253,7 @@ def check_model_size(
     path: str, model: PreTrainedModel, shapes: Mapping[str, Shape], factor: int = 1
 ) -> None:
     """Raise ValueError if a model has more than `factor` times as many values as its weight files.
-    This refuses a wrong config.json before memory is allocated.
+    A wrong config.json is thereby refused before memory is allocated.
 
     path: the target's path, for the error message
     model: the model on the meta device
@@ -321,7 +321,8 @@ def describe_tensor_errors(
 
 def is_ignored_tensor(name: str, model: PreTrainedModel) -> bool:
     """Return whether a tensor in the weight files may be ignored: it belongs to a component that a
-    causal language model lacks, such as an image encoder, or the model's class ignores its name."""
+    causal language model does not have, such as an image encoder, or the model's class lists its
+    name as one to ignore."""
     ignored_patterns = model._keys_to_ignore_on_load_unexpected or ()
     if IGNORED_TENSOR_NAMES.search(name):
         return True
@@ -391,7 +392,7 @@ def check_finite(source: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> No
             tensor = tensor.float()
         if torch.isfinite(tensor.sum()):  # a finite sum has only finite terms
             continue
-        # A sum of finite values can overflow; the count is 0 then.
+        # The sum may overflow although all values are finite. The count is then 0.
         count = int(tensor.isfinite().logical_not().sum())
         if count:
             raise ValueError(

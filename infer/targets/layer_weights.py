@@ -1,5 +1,5 @@
-"""Loading of some of a target's decoder layers. Training from stored hidden states and initialising
-a drafter need only these layers; the other layers take no memory."""
+"""Load only some of a target's decoder layers, so that the others take no memory. This is enough
+for training from stored hidden states, and for initialising a drafter from the target's layers."""
 
 import os
 import re
@@ -29,8 +29,8 @@ def load_layer_weights(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Load the embedding, the head, the final norm and some decoder layers of a model on the meta
-    device.
+    """Fill the embedding, the head, the final norm and some decoder layers of `model` with the
+    target's weights. `model` is on the meta device, and its other layers stay there.
 
     path: the target's path, for error messages
     files: the target's safetensors files
@@ -90,7 +90,7 @@ def get_required_shapes(
     if "norm" not in children:
         raise ValueError(
             f"target.path={path}: the target's last norm is not named `norm`, so it cannot be "
-            "loaded alone; set features=null"
+            "loaded without the rest of the model; set features=null"
         )
     modules = {"embedding": model.get_input_embeddings(), "last norm": children["norm"]}
     head = model.get_output_embeddings()

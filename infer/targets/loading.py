@@ -250,8 +250,8 @@ def load_target(
     quantization: "none", or "int8" for 8-bit weights and matmuls on a CPU (`infer.int8_cpu`)
 
     Raises FileNotFoundError if a file is missing. Raises ValueError for damaged files, for weights
-    that do not match config.json or are not finite, and for quantised weights that this machine
-    cannot run. Raises OSError if a folder of the hub's cache cannot be written.
+    that do not match config.json or are not finite, and for quantised weights if their kernels do
+    not run on this machine. Raises OSError if a folder of the hub's cache cannot be written.
     """
     logging.disable_progress_bar()
     torch_device = resolve_device(device)
@@ -274,7 +274,8 @@ def load_target(
         model = build_meta_model(config, **options)
     refuse_unsupported_modules(model)
     if only_layers is not None:
-        # Quantised decoder layers cannot be loaded separately, so none is loaded.
+        # Single decoder layers of a quantised model cannot be loaded, so no decoder layer is
+        # loaded.
         layers = () if is_quantized else only_layers
         files = find_checkpoint_files(path, Path(download_model_folder(path)))
         load_layer_weights(path, files, model, layers, torch_dtype, torch_device)
@@ -383,7 +384,7 @@ def load_model(
     if quantization is None:
         return load_and_check_model(path, options).to(cast(Any, device))
     if quantization["quant_method"] == INT8_QUANT_METHOD:
-        load_int8_package()  # the import registers the method with transformers
+        load_int8_package()  # the import registers our int8 quantisation with transformers
         return load_and_check_model(path, options)
     options = options | {"device_map": {"": device}}
     return load_and_check_model(path, options, "quantised weights do not run on this machine")

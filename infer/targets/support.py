@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 # Value of a config's `layer_types` for layers in which a query attends only to positions of its own
 # chunk (Llama 4).
 CHUNKED_ATTENTION_LAYER_TYPE = "chunked_attention"
-# Values of a config's `layer_types` for attention layers. A mask over all cached positions can
-# express their attention.
+# Values of a config's `layer_types` for attention layers. Their attention can be written as a mask
+# over all cached positions.
 ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention", CHUNKED_ATTENTION_LAYER_TYPE}
 # Values of a config's `layer_types` for layers that keep a recurrent or convolution state.
 RECURRENT_LAYER_TYPES = ("linear_attention", "conv", "hybrid", "mamba", "recurrent")
@@ -149,13 +149,13 @@ def get_rope_parameters(config: "PretrainedConfig") -> dict[str, Any]:
 
 
 def get_max_length_with_fixed_rope(config: "PretrainedConfig") -> int | None:
-    """Return the largest sequence length up to which a target's rotary angles and query scales stay
-    the same. None means that they never change.
+    """Return the largest supported sequence length of a target whose rotary angles or query scales
+    change beyond some length. None means that they never change.
 
     With the rope types longrope and dynamic, the rotary angles of all positions change when the
     sequence becomes longer. Llama 4 multiplies queries by a factor that depends on the position.
-    transformers takes the index in the cache as this position, so that only lengths with the factor
-    1 are supported.
+    transformers uses the index in the cache as the position, which is wrong for draft trees and
+    packed sequences. Therefore only lengths up to which the factor is 1 are supported.
     """
     if get_first_truthy_setting(config, "attn_temperature_tuning") and not all(
         config.no_rope_layers
