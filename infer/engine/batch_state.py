@@ -61,9 +61,8 @@ class BatchState:
         self.drafter = drafter
         self.feature_layers = () if drafter is None else drafter.layer_ids
         self.cache = target.allocate_cache(rows, capacity + max_nodes + 1)
-        # The drafter's cache gets `max_nodes` more positions. A round may commit as many positions
-        # as a tree has nodes, and it writes this number of positions, padding included, to every
-        # row.
+        # The drafter's cache has space for `max_nodes` more positions than `capacity`. A round
+        # writes as many positions to every row as can be committed in one row, padding included.
         self.draft_state = (
             None
             if drafter is None
@@ -166,11 +165,11 @@ class BatchState:
         self._bonus_buffer[: len(order)] = self._bonus_buffer[rows]
 
     def copy_block(self, row: int, start: int) -> tuple[BlockTensors, BlockTensors]:
-        """Copy PREFIX_CACHE_BLOCK_TOKENS positions of batch row `row`, from position `start` on,
-        out of the KV caches.
+        """Return copies of the keys and values at PREFIX_CACHE_BLOCK_TOKENS positions of batch row
+        `row`, from position `start` on.
 
-        Return the entries of the target's cache, and those of the drafter's cache (an empty list
-        without a drafter).
+        The first list is from the target's cache, the second from the drafter's cache. The second
+        is empty if there is no drafter.
         """
         target_block = self.cache.read_positions(row, start, PREFIX_CACHE_BLOCK_TOKENS)
         if self.draft_state is None:
@@ -210,7 +209,8 @@ class PrefillBatch:
             self._restore_prefix(row, sequence)
 
     def _restore_prefix(self, row: int, sequence: Sequence) -> None:
-        """Copy the prefix cache's blocks for a sequence into the sequence's batch row."""
+        """Copy a sequence's blocks from the prefix cache into the sequence's batch row of the KV
+        caches."""
         blocks = sequence.prefix_blocks
         sequence.prefix_blocks = []
         if not blocks:

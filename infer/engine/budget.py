@@ -114,7 +114,7 @@ class NodeBudget:
         drafted_counts: number of verified drafted nodes
         paths: indices of the accepted nodes, without the root
         node_log_probs: log-probabilities of all nodes before pruning, root included. None if
-            `prune` was called with the trees of this round, and so has already read them.
+            `prune` has already read them from the trees of this round.
         """
 
 

@@ -55,7 +55,7 @@ class Engine:
         self._use_runner(make_runner(target, drafter, options, capacity, clock))
 
     def _use_runner(self, runner: Runner) -> None:
-        """Set the runner, create a scheduler for it, and set the public attributes."""
+        """Set the runner, its scheduler, and the engine's attributes that come from the runner."""
         self.runner = runner
         self.scheduler = Scheduler(runner)
         self.target = runner.target

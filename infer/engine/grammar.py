@@ -68,7 +68,7 @@ class GrammarState:
     output. From call to call the path may change in any way, but the output may only become longer.
     llguidance's matcher is rolled back only to the first token that differs from the previous call.
 
-    If the output or the path exceeds llguidance's limits, no token is allowed after it.
+    If llguidance reports that one of its limits is exceeded, no token is allowed.
     """
 
     def __init__(

@@ -22,12 +22,13 @@ from infer.targets.target import Target
 from infer.trees.ddtree import build_ddtree
 from infer.trees.tree import DraftTree
 
-# Numbers of drafted nodes per batch row that the automatic node budget chooses from. Plus 1 for the
-# root, most of them are multiples of the tile sizes of GEMM kernels.
+# Numbers of drafted nodes per batch row that the automatic node budget chooses from. With the root
+# added, most of them are multiples of the tile sizes of GEMM kernels.
 CANDIDATE_DRAFTED_NODE_COUNTS = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63, 95, 127, 191, 255)
 
 COST_CALIBRATION_CONTEXT_TOKENS = 128  # number of positions in the KV caches during the timing
-# the cache has space for this many calls; each adds two positions to the drafter's cache
+# Maximum number of drafting calls during the timing. Each call adds two positions to the drafter's
+# cache, which has space for this many calls.
 MAX_COST_CALIBRATION_DRAFT_CALLS = 16
 COST_CALIBRATION_NODES_PER_DRAFT = 15
 # Larger trees are not timed once a target pass takes this many times as long as one without drafted

@@ -79,8 +79,9 @@ class Runner:
 
     On CUDA, rounds run as CUDA graphs. There is one graph for each combination of the number of
     batch rows (a power of two), the number of nodes and the `SamplingKind`. The first two rounds of
-    each combination take longer. If a sequence has a grammar or logits processors, a round consists
-    of three graphs, and the host handles such sequences between these graphs.
+    each combination take longer: the first compiles kernels, the second records the graph. If a
+    sequence has a grammar or logits processors, a round consists of three graphs, and the host
+    handles such sequences between these graphs.
     """
 
     def __init__(

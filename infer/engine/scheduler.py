@@ -238,7 +238,8 @@ class Scheduler:
 
     @property
     def _prefilling_context_length(self) -> int:
-        """The largest number of positions of a prompt in `prefilling` that are in the KV cache."""
+        """The number of prompt positions in the KV cache, of the sequence in `prefilling` with the
+        most of them."""
         return self.prefilled_positions + max(
             sequence.cached_length for sequence in self.prefilling
         )

@@ -94,8 +94,8 @@ def make_sampling_batch(
 
 
 def count_chunk_nodes(rows: int) -> int:
-    """Return for how many nodes per batch row logits are computed at a time, if there are `rows`
-    batch rows."""
+    """Return for how many nodes of each batch row logits are computed at the same time. The number
+    is smaller if there are many batch rows."""
     return max(
         1, MAX_LOGIT_CHUNK_NODES_PER_ROW * min(rows, MAX_ROWS_WITH_FULL_LOGIT_CHUNKS) // rows
     )
