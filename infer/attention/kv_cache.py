@@ -466,8 +466,8 @@ class KVCache:
             self.update_host_lengths(counts)
 
     def update_host_lengths(self, counts: list[int]) -> None:
-        """Increase the length of every batch row b on the host by counts[b], by which `commit` has
-        already increased it on the device."""
+        """Increase the length of every batch row b on the host by counts[b]. On the device,
+        `commit` has already increased it by this number."""
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
         if self.max_query_length is not None:
             self._evict_old_positions(self.max_query_length)

@@ -1,4 +1,4 @@
-"""Compile grammars of untrusted users in a child process first.
+"""Compile grammars of untrusted users in a child process before the server compiles them.
 
 llguidance limits the number of steps, but a single step may take seconds of time or gigabytes of
 memory, and running out of memory would kill the server. The server therefore first lets a child
@@ -100,9 +100,9 @@ def build_matcher(kind: str, source: str, tokenizer: "LLTokenizer") -> "LLMatche
 
 
 class GrammarSandbox:
-    """A child process that compiles each grammar first, so that a grammar that crashes or hangs the
-    compiler cannot harm this process. The child process is started on first use, and again after a
-    grammar has crashed it."""
+    """A child process that compiles each grammar before this process does, so that a grammar that
+    crashes or hangs the compiler cannot harm this process. The child process is started on first
+    use, and again after a grammar has crashed it."""
 
     def __init__(self, make_tokenizer_arguments: Callable[[], dict]) -> None:
         """Prepare the sandbox without starting the child process. `make_tokenizer_arguments`
