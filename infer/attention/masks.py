@@ -279,7 +279,7 @@ def build_training_mask(
     """
     context_length = documents.shape[1]
     offsets = torch.arange(block_size, device=starts.device)
-    context_ends = starts[..., None].expand(-1, -1, block_size)  # (B, num_blocks, width)
+    context_ends = starts[..., None].expand(-1, -1, block_size)  # (B, num_blocks, block_size)
     context_starts = find_document_starts(documents).gather(1, starts)[..., None]
     block_numbers = torch.arange(starts.shape[1], device=starts.device)
     # (num_blocks, 1): the first key of every block
@@ -292,7 +292,7 @@ def build_training_mask(
         block_ends = torch.minimum(block_ends, first_keys + offsets + window)
 
     def per_query(edges: torch.Tensor) -> torch.Tensor:
-        return edges.expand_as(context_ends).flatten(1)  # (B, num_blocks * width)
+        return edges.expand_as(context_ends).flatten(1)  # (B, num_blocks * block_size)
 
     ranges = [
         (per_query(context_starts), per_query(context_ends)),

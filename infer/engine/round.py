@@ -85,7 +85,7 @@ class VerifiedTrees(NamedTuple):
     """The result of `verify_trees`: the pruned trees, and the tokens that the target chose."""
 
     tree: DraftTree  # the draft trees without the pruned nodes
-    ancestors: torch.Tensor  # (B, num_nodes, num_nodes) bool, see `DraftTree.ancestors`
+    ancestors: torch.Tensor  # (B, num_nodes, num_nodes) bool, see `DraftTree.build_ancestor_mask`
     features: Features  # the target's hidden states at all nodes
     target_tokens: torch.Tensor  # (B, num_nodes): the target's token after each node
 

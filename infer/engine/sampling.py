@@ -433,7 +433,7 @@ def mark_tokens_seen_at_nodes(
 
     seen: (B, vocab_size), true for the committed tokens and the root's token
     tokens: (B, num_nodes), the tokens of all nodes
-    ancestors: (B, num_nodes, num_nodes), the result of `DraftTree.ancestors`
+    ancestors: (B, num_nodes, num_nodes), the result of `DraftTree.build_ancestor_mask`
     nodes: slice of the given nodes
     """
     path_tokens = torch.where(ancestors[:, nodes], tokens[:, None], tokens[:, :1, None])

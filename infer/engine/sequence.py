@@ -218,7 +218,7 @@ def find_sequence_end(
 
     Return the length of the output in tokens and the finish reason, or None if the output does not
     end. The length includes the end token or the tokens of the stop string, whose text
-    `answer_text` removes later.
+    `infer.api.decode_output` removes later.
     """
     max_length = min(len(ids), options.max_new_tokens)
     tokenizer = cast("PreTrainedTokenizerBase", target.tokenizer)

@@ -114,7 +114,7 @@ def make_seen_tokens_lookup(
 ) -> SeenTokensLookup | None:
     """Return a function that takes a slice of node indices and marks the tokens in the prefixes of
     these nodes. Return None if no batch row has a repetition penalty. `ancestors` is the result of
-    `tree.ancestors()`."""
+    `tree.build_ancestor_mask()`."""
     if sampling.seen is None:
         return None
     return partial(mark_tokens_seen_at_nodes, sampling.seen, tree.tokens.clamp(min=0), ancestors)
@@ -128,7 +128,7 @@ def choose_tokens(
     sampling: SamplingBatch,
 ) -> torch.Tensor:
     """Return the target's token after each node, (B, num_nodes), for the final hidden states (B,
-    num_nodes, hidden_size) of the nodes. `ancestors` is the result of `tree.ancestors()`.
+    num_nodes, hidden_size) of the nodes. `ancestors` is the result of `tree.build_ancestor_mask()`.
 
     Everything runs on the device, so logits processors and grammars are not applied. Logits are
     computed for `count_chunk_nodes` nodes per batch row at a time.
@@ -213,7 +213,7 @@ def choose_tokens_on_host(
 
     `sequences` has these batch rows as keys and their sequences as values. `hidden` (B, num_nodes,
     hidden_size) are the final hidden states of all nodes of all rows, and `ancestors` is the result
-    of `tree.ancestors()`.
+    of `tree.build_ancestor_mask()`.
     """
     if not sequences:
         return

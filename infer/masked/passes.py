@@ -180,8 +180,8 @@ class DualCachePasses:
     def __init__(self, model: MaskedModel, options: MaskedConfig, capacity: int) -> None:
         self.model = model
         self.block_length = options.block_length
-        # Number of computed positions per block. The outputs of a shifted model predict the next
-        # position, so they start one position before the block.
+        # Number of computed positions per block. A shifted model predicts the token at the next
+        # position, so its computed positions start one before the block.
         self.width = self.block_length + int(model.shifted)
         self.buffer = model.allocate_cache(options.max_num_seqs, capacity)
 
