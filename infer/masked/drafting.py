@@ -171,10 +171,10 @@ def search_guided_states(
     probability of its token. At each position the search considers the model's likeliest tokens,
     and the token that the statistics of the sequence predict.
 
-    The probability of a state is the product of the probabilities of its writes, in their likeliest
-    order. It is at most the probability of the state without its last write. A best-first search
-    therefore finds the likeliest states. For each state that it finds, it has also found the states
-    after the first writes of its likeliest order.
+    The probability of a state is the product of the probabilities of its writes, made in their most
+    probable order. It is at most the probability of the state without its last write. A best-first
+    search therefore finds the likeliest states. Before a state, it finds all states that lead to it
+    in this order.
     """
     max_writes = min(length, plan.max_writes)
     tie_breaker = count()
