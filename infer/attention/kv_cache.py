@@ -273,9 +273,8 @@ class KVCache:
                 plane_widths.append(width)
         # used only if all layers have the same number of heads
         self.num_key_heads = next(iter(layer_heads.values()), ((0, 0),))[0][0]
-        # Each buffer has the shape (planes, num_rows * capacity, num_heads * head_size). A plane is
-        # the keys or the values of one layer. Buffers start as zeros, because masked keys must be
-        # finite.
+        # Each buffer has the shape (planes, num_rows * capacity, num_heads * head_size). Buffers
+        # start as zeros, because masked keys must be finite.
         self.buffers = [
             allocate_zeros((plane_widths.count(width), num_rows * capacity, width), dtype, device)
             for width in buffer_widths
