@@ -4,9 +4,9 @@ own length.
 In shapes, B is the number of batch rows in use, and num_heads the number of key/value heads of a
 layer.
 
-A slot is an index into the position axis of a buffer, which all batch rows share: slot = row *
-capacity + index within the row. A plane is one entry of a buffer's first axis: the keys, or the
-values, of one layer.
+A buffer has the shape (planes, slots, num_heads * head_size). A plane contains the keys or the
+values of one layer. A slot is one position of one batch row: slot = row * capacity + index within
+the row.
 """
 
 from collections.abc import Generator
@@ -42,22 +42,22 @@ class LayerCacheView:
     # (2 * num_layers, num_rows * capacity, num_heads * head_size): keys and values of all layers
     buffer: torch.Tensor
     layer_index: int
-    # (num_new_positions,) int64: where in the buffer's second axis the new positions are written
+    # (num_new_positions,) int64: the slots at which the new positions are written
     slot_mapping: torch.Tensor
     # (B, num_heads, visible_end - visible_start, head_size): keys that queries may attend to
     keys: torch.Tensor
     values: torch.Tensor  # values, same shape as `keys`
     batch_size: int  # number of batch rows
     query_length: int  # number of new positions per batch row
-    # ends of the batch rows among the new positions, see `CacheView.cu_seqlens`
+    # where each batch row ends, see `CacheView.cu_seqlens`
     cu_seqlens: torch.Tensor | None = None
 
     def write(self, heads: torch.Tensor) -> None:
-        """Write the keys and values of the new positions to the cache, for this layer and perhaps
-        for layers after it.
+        """Write the keys and values of the new positions to the cache, for num_layers consecutive
+        layers, of which this layer is the first.
 
-        heads: (num_new_positions, num_layers, 2 * num_heads, head_size); key heads come before
-            value heads, and layer 0 is this layer
+        heads: (num_new_positions, num_layers, 2 * num_heads, head_size); index 0 of the second axis
+            is this layer; key heads come before value heads
         """
         count, layers = heads.shape[:2]
         planes = self.buffer[2 * self.layer_index : 2 * (self.layer_index + layers)]
@@ -67,8 +67,8 @@ class LayerCacheView:
 class RecurrentCacheStub:
     """The cache methods that Hugging Face's recurrent layers call.
 
-    The methods report that there is no earlier state, and return new inputs unchanged. The states
-    are kept by `infer.targets.recurrent.RecurrentStates` instead.
+    The methods do nothing: they report that there is no earlier state, and return their inputs
+    unchanged. `infer.targets.recurrent.RecurrentStates` stores the states instead.
     """
 
     def get_conv_state(self, *_: object, **__: object) -> None:
@@ -90,7 +90,8 @@ class CacheView(RecurrentCacheStub):
     positions from `visible_start` to `visible_end` of every batch row. Hugging Face's attention
     layers use the view in place of their own cache: they call `update(keys, values, layer)`.
 
-    `slot_mapping` may have more rows than are in use; what is written there is never read.
+    `slot_mapping` may have more batch rows than are in use; what is written to unused rows is never
+    read.
     """
 
     cache: "KVCache"
@@ -105,17 +106,17 @@ class CacheView(RecurrentCacheStub):
 
     @cached_property
     def flat_slot_mapping(self) -> torch.Tensor:
-        """Return where in a buffer's position axis each new position is written,
-        (num_new_positions,) int64: all batch rows one after the other, without padding."""
+        """Return the slots at which the new positions are written, (num_new_positions,) int64. The
+        batch rows follow each other, without padding."""
         if self.valid_mask is None:
             return self.slot_mapping.flatten()
         return self.slot_mapping[self.valid_mask]
 
     @cached_property
     def cu_seqlens(self) -> torch.Tensor | None:
-        """Return the cumulative lengths of the batch rows without padding, (B,) int64: where each
-        row ends if the new positions of all rows are concatenated. Unlike in FlashAttention, there
-        is no leading 0. Return None if there is no padding."""
+        """Return where each batch row ends if the new positions of all rows are concatenated
+        without padding, (B,) int64. Unlike in FlashAttention, there is no leading 0. Return None if
+        there is no padding."""
         if self.valid_mask is None:
             return None
         return self.valid_mask.sum(1).cumsum(0)
@@ -200,7 +201,7 @@ def allocate_zeros(
 
     On the CPU, its memory is an anonymous memory map, so that physical memory is taken only for
     pages that are written to. If the operating system refuses the map, PyTorch allocates the
-    tensor. An engine that restarts after memory was exhausted can then still start.
+    tensor. This lets an engine start again after memory was exhausted.
     """
     if device.type == "cpu" and 0 not in shape:
         size = torch.Size(shape).numel() * dtype.itemsize
@@ -211,21 +212,23 @@ def allocate_zeros(
 
 
 class KVCache:
-    """The keys and values of all layers, written in place, and the states of recurrent layers. Keys
-    or values with the same number of heads * head size share one buffer.
+    """The keys and values of all layers, written in place, and the states of recurrent layers. All
+    keys and values, of any layer, with the same product num_heads * head_size are stored in one
+    buffer.
 
     A forward pass writes its new positions after the committed positions of each batch row
-    (`make_view`). `commit` then keeps some of the new positions by increasing the row's length on
-    the device; the others are overwritten later. `update_host_lengths` increases the lengths on the
-    host accordingly. Nothing is concatenated or cropped.
+    (`make_view`). `commit` then keeps some of the new positions: it moves them directly after the
+    committed positions, and increases the row's length on the device. Later passes overwrite the
+    other new positions. `update_host_lengths` increases the lengths on the host by the same
+    numbers.
 
     `add_rows` takes batch rows into use and `keep_rows` releases batch rows. The used rows are
     always the first ones. Inside `fix_batch_size`, no tensor shape depends on the lengths or on the
     number of used rows, so that a forward pass can be recorded as a CUDA graph.
 
-    If all layers have a sliding window, positions before the window can be evicted: the remaining
-    positions move to the beginning of the row. The absolute position of a token is then its index
-    in the row plus `evicted_counts` of the row.
+    If all layers have a sliding window, positions before the window can be evicted. The remaining
+    positions of the row then move to its beginning, so the absolute position of a token is its
+    index in the row plus the row's entry of `evicted_counts`.
     """
 
     def __init__(
@@ -255,8 +258,8 @@ class KVCache:
         self.sliding_window = sliding_window
         self.max_query_length = max_query_length
 
-        # Keys are layer indices. Values are two pairs, one for keys and one for values of the
-        # layer: (index in `buffers`, index in the buffer's first axis).
+        # For each layer index: where the layer's keys are stored and where its values are stored,
+        # each as (index in `buffers`, index in the buffer's first axis).
         self.layer_planes: dict[int, list[tuple[int, int]]] = {}
         plane_widths: list[int] = []
         all_widths = [count * size for pair in layer_heads.values() for count, size in pair]
@@ -270,8 +273,8 @@ class KVCache:
                 plane_widths.append(width)
         # used only if all layers have the same number of heads
         self.num_key_heads = next(iter(layer_heads.values()), ((0, 0),))[0][0]
-        # Each has shape (planes, num_rows * capacity, number of heads * head size); a plane is the
-        # keys or the values of one layer. They start as zeros, because masked keys must be finite.
+        # Each buffer has the shape (planes, num_rows * capacity, num_heads * head_size). Buffers
+        # start as zeros, because masked keys must be finite.
         self.buffers = [
             allocate_zeros((plane_widths.count(width), num_rows * capacity, width), dtype, device)
             for width in buffer_widths
@@ -286,7 +289,7 @@ class KVCache:
         # for every row, the index of its first position in a buffer
         self.first_slots = torch.arange(num_rows, device=device) * capacity
         self.position_offsets = torch.arange(capacity, device=device)
-        # number of batch rows of every forward pass inside `fix_batch_size`, 0 outside
+        # inside `pad_batch`, the number of batch rows of every forward pass; otherwise 0
         self.padded_batch_size = 0
 
     @property
@@ -300,8 +303,8 @@ class KVCache:
 
     @property
     def has_uniform_lengths(self) -> bool:
-        """Return whether the host knows that all used rows have the same length. If so, every
-        position that a `CacheView` shows to queries has been written."""
+        """Return whether the host knows that all used rows have the same length. If so, a
+        `CacheView` contains only positions that have been written."""
         return not self.padded_batch_size and len(set(self.lengths)) == 1
 
     @contextmanager
@@ -463,8 +466,8 @@ class KVCache:
             self.update_host_lengths(counts)
 
     def update_host_lengths(self, counts: list[int]) -> None:
-        """Increase the length of every batch row b on the host by counts[b], the number of
-        positions that were committed on the device."""
+        """Increase the length of every batch row b on the host by counts[b]. On the device,
+        `commit` has already increased it by this number."""
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
         if self.max_query_length is not None:
             self._evict_old_positions(self.max_query_length)
@@ -488,21 +491,23 @@ class KVCache:
             self.evicted_counts[row] += evicted
 
     def commit(self, path: torch.Tensor, counts: torch.Tensor) -> None:
-        """Keep the accepted positions of a verified draft tree, and move them to the end of the
-        row's committed positions. The caller must call `update_host_lengths` when the host knows
-        the counts.
+        """Keep the accepted nodes of a verified draft tree: move their keys and values directly
+        after the committed positions of their batch row, and increase the row's length on the
+        device. The caller must call `update_host_lengths` when the host knows the counts.
 
-        path: (B, path_length) int64, node indices of the accepted positions in path order, then
-            padding. Node i was written i positions after the row's committed positions.
-        counts: (B,) int64, number of accepted positions of each row
+        path: (B, path_length) int64, indices of the accepted nodes from the root down, then
+            padding. The keys and values of node i are i positions after the first position that is
+            not committed.
+        counts: (B,) int64, number of accepted nodes of each row
         """
         if self.recurrent_states is not None:
             self.recurrent_states.commit(path, counts)
         rows, width = path.shape
         destination = self.first_slots[:rows, None] + self.next_indices(rows, width)
         source = destination[:, :1] + path
-        # A root is always in its final slot. Testing whether the other nodes are too pays only on
-        # the CPU: on a GPU the test costs more than the copy, and a CUDA graph cannot branch.
+        # The root is already in the right slot. On the CPU, nothing is copied if all other nodes
+        # are in the right slots too. On a GPU this test costs more than the copy, and a CUDA graph
+        # cannot branch.
         in_place = width == 1
         if not in_place and path.device.type == "cpu" and not self.padded_batch_size:
             in_place = torch.equal(source, destination)

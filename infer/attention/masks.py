@@ -6,9 +6,8 @@ also attend to those new positions that `AttentionMask.new_key_mask` allows.
 
 - Training (`build_training_mask`): the keys are the positions of a training row (the context),
   followed by the positions of all training blocks. The queries are the block positions. A query
-  attends to one range of the context and to one range of its own block. This is the prefix-shared
-  mask of DART (section 3.2 and figure 4) applied to DFlash blocks: a query sees the block, and the
-  context features strictly before the token that the block continues.
+  attends to the context of its document before its block, and to its own block. This is the
+  prefix-shared mask of DART (section 3.2 and figure 4), which is used for DFlash blocks too.
 - Packed documents (`build_packed_mask`): a query attends to one range, which lies in its document.
 - Decoding (`build_tree_mask`, `build_draft_mask`): a query attends to one range of the cache. In
   addition it attends to its ancestors in the draft tree, or to other positions of the drafter's
@@ -42,8 +41,8 @@ KeyRange = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class MaskChunk:
-    """Some consecutive queries of one batch row, and their mask for those keys that at least one of
-    the queries attends to."""
+    """Some consecutive queries of one batch row, the keys that at least one of them attends to, and
+    the mask for these queries and keys."""
 
     batch_row: int
     query_slice: slice
@@ -120,8 +119,8 @@ class AttentionMask:
     def for_grouped_heads(self, groups: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Return the additive mask (B, 1, groups * num_queries, num_keys) for grouped-query
         attention, in which `groups` query heads share a key head. The queries of these heads are
-        concatenated, so the mask is repeated `groups` times. Return None if every query attends to
-        every key."""
+        concatenated, so the mask is repeated `groups` times along the query axis. Return None if
+        every query attends to every key."""
         if self.sees_all_keys:
             return None
         key = (groups, dtype)
@@ -132,8 +131,8 @@ class AttentionMask:
 
     @cached_property
     def chunks(self) -> list[MaskChunk]:
-        """Return the mask as chunks of queries. A chunk leaves out the keys that none of its
-        queries attends to, which are most keys."""
+        """Return the mask as chunks of queries. A chunk has QUERIES_PER_MASK_CHUNK queries, and
+        leaves out the keys that none of them attends to. These are most keys."""
         chunks = []
         rows, queries = self.key_ranges[0][0].shape
         for row, first in product(range(rows), range(0, queries, QUERIES_PER_MASK_CHUNK)):
@@ -157,8 +156,9 @@ class AttentionMask:
 
     @cached_property
     def flex_block_mask(self) -> "BlockMask":
-        """Return the mask's ranges as FlexAttention's block mask. It says which tiles of queries
-        and keys are computed, and in which of these tiles every query attends to every key.
+        """Return the mask's ranges as FlexAttention's block mask. A tile is FLEX_TILE_SIZE queries
+        by FLEX_TILE_SIZE keys. The block mask lists the tiles that attention computes, and those of
+        them in which every query attends to every key.
 
         The block mask is computed directly from the ends of the ranges, without evaluating a dense
         mask or compiling a kernel for it.
@@ -214,9 +214,9 @@ def _find_touched_and_full_tiles(
 
     starts, ends: (B, num_queries) int64, the range of keys of every query
 
-    Returns two tensors (B, query tiles, key tiles) bool. The first tells which tiles contain a key
-    in the range of at least one of their queries. The second tells which tiles lie completely in
-    the ranges of all their queries.
+    Returns two tensors (B, query tiles, key tiles) bool. The first is true for tiles in which at
+    least one query attends to at least one key. The second is true for tiles in which every query
+    attends to every key.
     """
     num_queries = starts.shape[1]
     tile_starts = torch.arange(0, num_keys, FLEX_TILE_SIZE, device=starts.device)
@@ -263,30 +263,25 @@ def build_training_mask(
     causal: bool = False,
     window: int | None = None,
 ) -> AttentionMask:
-    """Return the attention mask of a drafter's training blocks. A block is what the drafter sees
-    when it drafts after one position of the context. The queries are the positions of N blocks of
-    `block_size` positions each. The keys are T context positions followed by the N * width block
-    positions.
+    """Return the attention mask of a drafter's training blocks. A block is the input of the drafter
+    for drafting after one position of the context. The queries are the positions of N blocks of
+    `block_size` positions each. The keys are the T positions of the context, then the N *
+    block_size positions of the blocks.
 
-    block_start_positions: (B, N) int64, the position at which each block begins. For DFlash a block
-        begins at the bonus token, for DART at the position before the bonus token. An unused block
-        may have any
-        start: its queries attend to some keys, and it carries no loss.
+    starts: (B, N) int64, the position at which each block begins. For DFlash a block begins at the
+        bonus token, for DART at the position before the bonus token. The start of an unused block
+        does not matter, because the loss ignores the block.
     documents: (B, T) int64, document number of every context position, -1 on padding
     causal: whether a position of a block attends only to itself and the block's positions before it
         (DART); otherwise it attends to the whole block (DFlash)
-    window: size of the sliding window. A query attends only to positions, of context and block,
-        that are less than this many positions away. None means that there is no window.
+    window: size of the sliding window. A query attends only to positions of context and block whose
+        distance from it is less than this. None means that there is no window.
     """
     context_length = documents.shape[1]
-    offsets = torch.arange(block_size, device=block_start_positions.device)
-    context_ends = block_start_positions[..., None].expand(
-        -1, -1, block_size
-    )  # (B, num_blocks, width)
-    context_starts = find_document_starts(documents).gather(1, block_start_positions)[..., None]
-    block_numbers = torch.arange(
-        block_start_positions.shape[1], device=block_start_positions.device
-    )
+    offsets = torch.arange(block_size, device=starts.device)
+    context_ends = starts[..., None].expand(-1, -1, block_size)  # (B, num_blocks, block_size)
+    context_starts = find_document_starts(documents).gather(1, starts)[..., None]
+    block_numbers = torch.arange(starts.shape[1], device=starts.device)
     # (num_blocks, 1): the first key of every block
     first_keys = context_length + block_size * block_numbers[:, None]
     block_starts = first_keys
@@ -297,7 +292,7 @@ def build_training_mask(
         block_ends = torch.minimum(block_ends, first_keys + offsets + window)
 
     def per_query(edges: torch.Tensor) -> torch.Tensor:
-        return edges.expand_as(context_ends).flatten(1)  # (B, num_blocks * width)
+        return edges.expand_as(context_ends).flatten(1)  # (B, num_blocks * block_size)
 
     ranges = [
         (per_query(context_starts), per_query(context_ends)),

@@ -61,9 +61,8 @@ class BatchState:
         self.drafter = drafter
         self.feature_layers = () if drafter is None else drafter.layer_ids
         self.cache = target.allocate_cache(rows, capacity + max_nodes + 1)
-        # The drafter's cache gets `max_nodes` more positions. A round may commit as many positions
-        # as a tree has nodes, and it writes this number of positions, padding included, to every
-        # row.
+        # The drafter's cache has space for `max_nodes` more positions than `capacity`. A round
+        # writes as many positions to every row as can be committed in one row, padding included.
         self.draft_state = (
             None
             if drafter is None
@@ -94,8 +93,8 @@ class BatchState:
 
     def commit(self, tree: DraftTree, features: Features, accepted: AcceptedPath) -> None:
         """Keep the accepted nodes of a round in the target's cache, queue their features for the
-        drafter's cache, and set the bonus tokens of the next round. `features` are the target's
-        hidden states at all nodes.
+        drafter's cache, and store the new bonus tokens. `features` are the target's hidden states
+        at all nodes.
 
         This method runs on the device, without a GPU-to-CPU synchronisation. The caller must call
         `record_committed_counts` next.
@@ -124,9 +123,10 @@ class BatchState:
     def _queue_for_drafter(self, positions: PendingDrafterPositions) -> None:
         """Queue committed positions for the drafter's cache.
 
-        As long as rounds commit only the root of each tree, their positions stay queued, but for at
-        most MAX_ROUNDS_MISSING_IN_DRAFTER_CACHE rounds. Inside `fix_batch_size` the queue is
-        flushed at once, because the next round may be padded to another number of rows.
+        Rounds that commit only the root of each tree stay queued together, at most
+        MAX_ROUNDS_MISSING_IN_DRAFTER_CACHE of them. Otherwise the queue is flushed before the new
+        positions are put into it. Inside `pad_batch` it is also flushed afterwards, because the
+        next round may be padded to another number of rows.
         """
         has_drafted = (
             bool(self.pending) and positions.tokens.shape[1] + self.pending[0].tokens.shape[1] > 2
@@ -165,11 +165,11 @@ class BatchState:
         self._bonus_buffer[: len(order)] = self._bonus_buffer[rows]
 
     def copy_block(self, row: int, start: int) -> tuple[BlockTensors, BlockTensors]:
-        """Copy PREFIX_CACHE_BLOCK_TOKENS positions of batch row `row`, from position `start` on,
-        out of the KV caches.
+        """Return copies of the keys and values at PREFIX_CACHE_BLOCK_TOKENS positions of batch row
+        `row`, from position `start` on.
 
-        Return the entries of the target's cache, and those of the drafter's cache (an empty list
-        without a drafter).
+        The first list is from the target's cache, the second from the drafter's cache. The second
+        is empty if there is no drafter.
         """
         target_block = self.cache.copy_keys_values(row, start, PREFIX_CACHE_BLOCK_TOKENS)
         if self.draft_state is None:
@@ -179,9 +179,9 @@ class BatchState:
         )
 
 
-def concatenate_roots(pending: list[PendingDrafterPositions]) -> PendingDrafterPositions:
-    """Concatenate the pending positions of several rounds into one. Each round must have committed
-    exactly one position per batch row, the root."""
+def concatenate_roots(pending: list[PendingPositions]) -> PendingPositions:
+    """Return the pending positions of several rounds, in order, as one `PendingPositions`. Each
+    round must have committed exactly one position per batch row, the root."""
     context = torch.cat([positions.context for positions in pending], 1)
     tokens = torch.cat([positions.tokens for positions in pending], 1)
     count = len(pending)
@@ -204,14 +204,15 @@ class PrefillBatch:
             self.draft_state = self.row_contexts.enter_context(
                 state.draft_state.add(len(sequences))
             )
-        # For each sequence: the final hidden state (hidden_size,) of the prompt's last token, or
-        # None if it has not been computed yet.
+        # For each sequence: the target's final hidden state (hidden_size,) at the prompt's last
+        # token. None if it has not been computed yet.
         self.last_hidden: list[torch.Tensor | None] = [None] * len(sequences)
         for row, sequence in enumerate(sequences):
             self._restore_prefix(row, sequence)
 
     def _restore_prefix(self, row: int, sequence: Sequence) -> None:
-        """Copy the prefix cache's blocks for a sequence into the sequence's batch row."""
+        """Copy a sequence's blocks from the prefix cache into the sequence's batch row of the KV
+        caches."""
         blocks = sequence.prefix_blocks
         sequence.prefix_blocks = []
         if not blocks:
@@ -250,8 +251,8 @@ class PrefillBatch:
         return len(chunks) * max(len(chunk) for chunk in chunks)
 
     def finish(self) -> torch.Tensor:
-        """Let the next decoding rounds use the batch rows of these sequences. Return the final
-        hidden states (B, 1, hidden_size) of the last token of each prompt."""
+        """Make the batch rows of these sequences take part in all later decoding rounds. Return the
+        final hidden states (B, 1, hidden_size) of the last token of each prompt."""
         self.batch_state.flush_to_drafter()
         self.row_contexts.close()
         last_hidden = [hidden for hidden in self.last_hidden if hidden is not None]

@@ -8,15 +8,17 @@ decoding. `AutoNodeBudget` keeps
   nodes. They are calibrated when the engine is created, and updated after every round.
 - `AcceptanceTable`: how often nodes were accepted, for each range of log-probabilities under the
   drafter.
-- the expected number of accepted tokens of the average tree, for each number of nodes.
+- `mean_token_gains`: for each number of nodes, how many more accepted tokens it gives on average
+  than the next smaller number.
 
 Nodes are sorted by probability. The first n nodes of a tree are therefore the best tree of n nodes.
 Its expected number of accepted nodes is the sum of the nodes' probabilities (DDTree proposition 1).
 
-A round builds a tree with twice the number of nodes that are worth their time on average. It then
-verifies the nodes that are worth their time in this round (CaDDTree, arXiv:2606.01813). From time
-to time a round explores: it uses the slower of drafting and baseline decoding, or the next larger
-number of nodes.
+A round chooses the number of nodes with the most tokens per second on average, and builds trees of
+twice this size. It then verifies only those nodes that are expected to raise the tokens per second
+of this round (CaDDTree, arXiv:2606.01813). Some rounds measure an alternative again, because its
+speed may have changed. The alternative is drafting if baseline decoding was faster so far, baseline
+decoding if drafting was faster, or the next larger number of nodes.
 
 A node count is a number of drafted nodes per batch row.
 """
@@ -42,22 +44,26 @@ from infer.trees.tree import DraftTree
 # included.
 MAX_VERIFIED_POSITIONS_OF_ALL_ROWS = 4096
 
-# number of warm-up rounds, which draft before speeds are compared
-WARMUP_ROUNDS = 8
+# Number of warm-up rounds. They always draft; the speeds of drafting and baseline decoding are
+# compared only after them.
+ROUNDS_BEFORE_SPEED_COMPARISON = 8
 # maximum number of drafted nodes per batch row in a warm-up round
 MAX_WARMUP_NODES = 15
 MAX_WARMUP_COST_RATIO = (
     2  # a warm-up round may cost at most this many times as much as a baseline round
 )
 
-# Share of the throughput that may be lost by trying the slower of drafting and baseline decoding.
-MAX_THROUGHPUT_SHARE_LOST_TRYING_SLOWER_MODE = 1 / 300
-# minimum number of rounds between two trials of the slower of drafting and baseline decoding
-MIN_ROUNDS_BETWEEN_SLOWER_MODE_TRIALS = 4
-# Maximum number of rounds between two trials of the slower of drafting and baseline decoding, if no
-# round has measured the cost of the slower one.
-MAX_ROUNDS_BETWEEN_UNMEASURED_MODE_TRIALS = 16
-ROUNDS_BETWEEN_LARGER_BUDGET_TRIALS = 64  # rounds between two trials of the next larger node count
+# The slower of drafting and baseline decoding is tried again now and then. These trials may cost at
+# most this share of the throughput.
+MAX_THROUGHPUT_SHARE_LOST_EXPLORING = 1 / 300
+# After a trial of the slower of drafting and baseline decoding, it is not tried again for at least
+# this many rounds.
+MIN_ROUNDS_BETWEEN_EXPLORATIONS = 4
+# The slower of drafting and baseline decoding is tried again after at most this many rounds, as
+# long as no round has measured its cost.
+MAX_ROUNDS_BETWEEN_UNMEASURED_EXPLORATIONS = 16
+# the next larger node count is tried once in this many rounds
+ROUNDS_BETWEEN_LARGER_BUDGET_TRIALS = 64
 
 # Acceptance statistics are moving averages over about this many samples. One batch row in one round
 # is one sample.
@@ -66,7 +72,7 @@ ACCEPTANCE_MOVING_AVERAGE_ROWS = 200
 # lower log2-probabilities.
 ACCEPTANCE_BINS = 24
 ACCEPTANCE_PRIOR_PSEUDO_COUNT = (
-    4  # pseudo-count, added to the numbers of expected and of accepted nodes
+    4  # added to the number of expected and to the number of accepted nodes, for smoothing
 )
 
 
@@ -86,13 +92,13 @@ class NodeBudget:
         return max_nodes
 
     def count_nodes_to_build(self, rows: int, num_nodes: int) -> int:
-        """Return how many drafted nodes per batch row a tree is built with before `prune` reduces
-        it to about `num_nodes` nodes."""
+        """Return how many drafted nodes per batch row are built if about `num_nodes` of them will
+        be verified; `prune` removes the others."""
         return num_nodes
 
     def prune(self, tree: DraftTree) -> DraftTree:
-        """Remove the nodes that are not worth verifying from the draft trees, and return the
-        smaller trees. This runs on the host."""
+        """Return the draft trees without the nodes that are not worth the time of verifying them.
+        This runs on the host."""
         return tree
 
     def record_round(
@@ -105,16 +111,17 @@ class NodeBudget:
         """Update the statistics with a finished round, which took `seconds`. Each list has one
         entry per batch row.
 
-        drafted_counts: number of verified nodes
+        drafted_counts: number of verified drafted nodes
         paths: indices of the accepted nodes, without the root
         node_log_probs: log-probabilities of all nodes before pruning, root included. None if
-            `prune` has seen the trees of this round.
+            `prune` has already read them from the trees of this round.
         """
 
 
 class AcceptanceTable:
-    """How often verified nodes were accepted, for each bin of log-probabilities under the drafter.
-    The table turns a drafter's probability into an estimated acceptance probability."""
+    """Counts how often verified nodes were accepted, separately for each range (bin) of the
+    drafter's log-probability. Converts the drafter's probability of a node to the estimated
+    probability that the target accepts the node."""
 
     def __init__(self) -> None:
         # for each bin: expected number of accepted nodes, which is the sum of the nodes'
@@ -134,7 +141,7 @@ class AcceptanceTable:
         """Update the statistics with a round.
 
         log_probs: (B, num_nodes), log-probabilities of all nodes before pruning, root excluded
-        drafted_counts: for each batch row, the number n of verified nodes, which are the first n
+        drafted_counts: number of verified nodes of each batch row; these are the row's first nodes
         paths: for each batch row, the indices of the accepted nodes; the root has index 0
         """
         bins = bin_indices(log_probs)
@@ -183,7 +190,7 @@ class AutoNodeBudget(NodeBudget):
         # `gain_rows[i]` batch rows.
         self.mean_token_gains = np.zeros(len(self.node_counts))
         self.gain_rows = np.zeros(len(self.node_counts))
-        self.tokens_per_second = 0.0  # tokens per second per batch row with the fastest node count
+        self.tokens_per_second = 0.0  # tokens per second of a batch row with the fastest node count
         self.max_round_nodes = max_nodes  # largest node count that the next round may verify
         # (B, num_nodes): log-probabilities of the last trees, without roots
         self.log_probs = np.zeros((1, 0))
@@ -229,8 +236,7 @@ class AutoNodeBudget(NodeBudget):
         return self.node_counts[faster]
 
     def _warmup_index(self, rows: int) -> int:
-        """Return the index in `node_counts` of the number of nodes that a warm-up round
-        verifies."""
+        """Return how many nodes a warm-up round verifies, as an index in `node_counts`."""
         costs = self.costs.calibrated_costs(rows)
         index = self.find_count_index(MAX_WARMUP_NODES)
         while index > 1 and costs[index] > MAX_WARMUP_COST_RATIO * costs[0]:
@@ -240,15 +246,17 @@ class AutoNodeBudget(NodeBudget):
     def _rounds_between_slower_mode_trials(
         self, rows: int, costs: np.ndarray, speeds: np.ndarray, faster: int, slower: int
     ) -> float:
-        """Return after how many rounds the slower of baseline decoding and drafting is tried again,
-        such that the trials lose the share MAX_THROUGHPUT_SHARE_LOST_TRYING_SLOWER_MODE of the
-        throughput.
+        """Return after how many rounds the slower of baseline decoding and drafting is tried again.
+        Once its cost has been measured, these trials lose at most the share
+        MAX_THROUGHPUT_SHARE_LOST_EXPLORING of the throughput.
 
         costs: seconds of a round for each node count
         speeds: tokens per second for each node count
-        faster, slower: indices in `node_counts` of the faster and the slower of the two
+        faster: index in `node_counts` of the fastest way to decode; 0 is baseline decoding
+        slower: index of the alternative: 0 if drafting is faster, otherwise the fastest node count
+            with drafting
         """
-        # What one trial loses, in units of rounds with the faster node count.
+        # Time that one trial costs, divided by the time of a round with the faster node count.
         loss = costs[slower] / costs[faster] * (1 - speeds[slower] / speeds[faster])
         interval = max(
             MIN_ROUNDS_BETWEEN_SLOWER_MODE_TRIALS,
@@ -261,17 +269,17 @@ class AutoNodeBudget(NodeBudget):
         return min(interval, MAX_ROUNDS_BETWEEN_UNMEASURED_MODE_TRIALS)
 
     def _tries_larger_budget(self) -> bool:
-        """Return whether this round verifies the next larger node count than the fastest one,
-        because the cost of the larger count may have changed since it was measured."""
+        """Return whether this round tries one node count more than the one that has been fastest so
+        far. Its cost may have changed since it was last measured."""
         return self.num_rounds % ROUNDS_BETWEEN_LARGER_BUDGET_TRIALS == 0
 
     def count_nodes_to_build(self, rows: int, num_nodes: int) -> int:
-        """Return at least twice `num_nodes` (or the largest node count), so that the additional
-        nodes show whether more nodes would be worth their time.
+        """Return at least twice `num_nodes`, or the largest node count if that is smaller. The
+        additional nodes show how many more tokens a larger budget would give.
 
         With `ragged` and several batch rows, the result is at least
-        MAX_WARMUP_NODES, because rows with a confident drafter verify more nodes
-        than the average row.
+        MAX_NODES_BEFORE_SPEED_COMPARISON, because rows in which the drafter is confident may verify
+        more nodes than the average row.
         """
         if not num_nodes:
             return 0
@@ -294,8 +302,8 @@ class AutoNodeBudget(NodeBudget):
         """Return how many nodes per batch row of the last trees are worth verifying, at most
         `max_nodes`.
 
-        Nodes are worth verifying if they add more expected tokens than decoding produces on average
-        in the additional time that they take.
+        Nodes are worth verifying if the additional time that they take gives more expected tokens
+        than the same time gives on average.
         """
         last = self.find_count_index(max_nodes)
         average_tokens = self.tokens_per_second * self.costs.costs(rows)[: last + 1]
@@ -306,8 +314,8 @@ class AutoNodeBudget(NodeBudget):
         return self.node_counts[best]
 
     def _estimate_tokens(self, log_probs: np.ndarray) -> None:
-        """Estimate the number of accepted tokens of the given trees for each node count, and store
-        the estimates in `expected_tokens`.
+        """Estimate, for each node count, how many tokens per batch row would be accepted if the
+        trees were reduced to this count. Store the estimates in `expected_tokens`.
 
         `log_probs` (B, 1 + num_nodes) are the log-probabilities of the trees' nodes, root first.
         """
@@ -353,8 +361,8 @@ class AutoNodeBudget(NodeBudget):
 def make_node_budget(
     target: Target, drafter: Drafter | None, options: EngineConfig, clock: Callable[[], float]
 ) -> NodeBudget:
-    """Create the node budget that `options.budget` asks for: fixed or automatic. Without a drafter
-    it is 0 nodes. `clock` returns the time in seconds; the automatic budget uses it for
+    """Create the node budget that `options.budget` asks for: fixed or automatic. Without a drafter,
+    the budget is 0 nodes. `clock` returns the time in seconds; the automatic budget uses it for
     calibration."""
     if drafter is None:
         return NodeBudget(0)

@@ -1,5 +1,6 @@
-"""Run decoding rounds as CUDA graphs. A graph is one kernel launch instead of thousands, which the
-host would issue more slowly than the device executes them."""
+"""Run decoding rounds as CUDA graphs. A round has thousands of kernels, and the device executes
+them faster than the host can launch them one by one. With a graph, the host launches all of them at
+once."""
 
 import warnings
 from collections.abc import Callable, Hashable, Sequence
@@ -17,8 +18,8 @@ from infer.targets.target import Target
 class SamplingBuffers:
     """Device memory at fixed addresses for the sampling options of all batch rows.
 
-    Decoding rounds that were recorded as CUDA graphs read the options from here. The buffers are
-    rewritten before a round if the sequences in the batch rows have changed.
+    Decoding rounds that were recorded as CUDA graphs read the options from here. Before a round,
+    new options are written into the buffers if the sequences in the batch rows have changed.
     """
 
     def __init__(self, rows: int, vocab_size: int, device: torch.device) -> None:

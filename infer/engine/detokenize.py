@@ -1,10 +1,10 @@
 """Convert token ids to text while the output is still growing. The search for stop strings,
 streaming and final answers all use these functions, so that all see the same text.
 
-Adjacent byte tokens (`<0xNN>`) are decoded together. One more byte token may turn all of them from
-characters into replacement characters, or back. Special tokens between byte tokens are removed
-before decoding. An output is therefore split only after a token with stable text, which is a token
-that has text and is not a byte token.
+Adjacent byte tokens (`<0xNN>`) are decoded together. If one more byte token follows, all of them
+may become replacement characters, or may become characters again. Special tokens between byte
+tokens are removed before decoding. An output may therefore be split into separately decoded parts
+only after a token with stable text: a token that has text and is not a byte token.
 """
 
 import re
@@ -36,8 +36,8 @@ def has_stable_text(tokenizer: PreTrainedTokenizerBase, id: int) -> bool:
     """Return whether no later token can change the text up to and including token `id`.
 
     This is the case if the token has text and is not a byte token (`<0xNN>`). A token of a
-    byte-level tokenizer that ends within a UTF-8 character also counts as stable: the replacement
-    character at its end shows that it is incomplete.
+    byte-level tokenizer may end within a UTF-8 character, and its text then ends with a replacement
+    character. It also counts as stable, because callers recognise the replacement character.
     """
     token = cast(str, tokenizer.convert_ids_to_tokens(id) or "")
     if BYTE_TOKEN_PATTERN.fullmatch(token):
@@ -46,8 +46,8 @@ def has_stable_text(tokenizer: PreTrainedTokenizerBase, id: int) -> bool:
 
 
 def count_stable_tokens(tokenizer: PreTrainedTokenizerBase, ids: list[int], first: int = 0) -> int:
-    """Return the number of tokens up to and including the last token with stable text (see
-    `has_stable_text`), or `first` if this number is smaller than `first`."""
+    """Return how many tokens there are up to and including the last one with stable text (see
+    `has_stable_text`). The result is at least `first`."""
     length = len(ids)
     while length > first and not has_stable_text(tokenizer, ids[length - 1]):
         length -= 1

@@ -65,10 +65,10 @@ class GrammarState:
     """Tracks which tokens a grammar allows after a sequence's output and after drafted tokens.
 
     The methods take all output tokens of the sequence, and a path of drafted tokens after the
-    output. Calls may change the path, but the output may only grow. llguidance's matcher is rolled
-    back only to where the new tokens differ from those of the previous call.
+    output. From call to call the path may change in any way, but the output may only become longer.
+    llguidance's matcher is rolled back only to the first token that differs from the previous call.
 
-    If the output or the path exceeds llguidance's limits, no token is allowed after it.
+    If llguidance reports that one of its limits is exceeded, no token is allowed.
     """
 
     def __init__(
@@ -77,7 +77,8 @@ class GrammarState:
         self.compiled = compiled
         self.vocab_size = vocab_size
         self.eos_token_ids = sorted(eos_token_ids)
-        # Whether no token was allowed after the output itself; the sequence then ends.
+        # Whether the grammar allowed no token after the output (without drafted tokens). If so, the
+        # sequence ends.
         self.failed = False
         self.is_slow = False  # whether the last mask was slow, see SLOW_GRAMMAR_TOKEN_MASK_SECONDS
         self._restart()
@@ -91,7 +92,7 @@ class GrammarState:
 
     def _move_matcher_to(self, output_ids: list[int], path: list[int]) -> None:
         """Move the matcher to the position after the output tokens and the path. If it has consumed
-        other tokens before, it is rolled back to the last common position first."""
+        different tokens before, it is first rolled back to the last token that is the same."""
         tokens = output_ids[self.checked_length :] + path
         common = 0
         while (
@@ -155,9 +156,9 @@ class GrammarState:
     def mask_scores(
         self, scores: torch.Tensor, output_ids: list[int], path: list[int]
     ) -> torch.Tensor:
-        """Return scores (1, vocab_size) in which all tokens that the grammar forbids after the
-        output and the path are minus infinity. If the grammar forbids all tokens, only end tokens
-        are allowed."""
+        """Return a copy of `scores` (1, vocab_size) with minus infinity for all tokens that the
+        grammar forbids after the output and the path. If the grammar forbids all tokens, only end
+        tokens are allowed."""
         allowed = self.compute_allowed_mask(output_ids, path)[: scores.shape[-1]]
         if not allowed.any():
             self.failed = True
@@ -172,13 +173,11 @@ def serialise_tokenizer(target: Target) -> dict:
     fast_tokenizer = getattr(target.tokenizer, "backend_tokenizer", None)
     if fast_tokenizer is None:
         raise ValueError(
-            f"{', '.join(GRAMMAR_OPTIONS)} need a target with a fast tokenizer, and this target "
-            "has none; leave these options out"
+            f"{', '.join(GRAMMAR_OPTIONS)} need a target with a fast tokenizer, and this target has none; leave these options out"
         )
     if not target.eos_token_ids:
         raise ValueError(
-            f"{', '.join(GRAMMAR_OPTIONS)} need a target with an end token, and this target has "
-            "none; leave these options out"
+            f"{', '.join(GRAMMAR_OPTIONS)} need a target with an end token, and this target has none; leave these options out"
         )
     fast_tokenizer = copy(fast_tokenizer)
     fast_tokenizer.no_padding()
@@ -200,8 +199,7 @@ def get_grammar_tokenizer(target: Target) -> "LLTokenizer":
             from llguidance import LLTokenizer
         except ImportError as error:
             raise ValueError(
-                f"{', '.join(GRAMMAR_OPTIONS)} need the package llguidance, which is not "
-                "installed; run: pip install llguidance"
+                f"{', '.join(GRAMMAR_OPTIONS)} need the package llguidance, which is not installed; run: pip install llguidance"
             ) from error
         _grammar_tokenizers[tokenizer] = LLTokenizer(**arguments)
     return _grammar_tokenizers[tokenizer]
@@ -212,8 +210,7 @@ def check_grammar_size(kind: str, source: str) -> None:
     properties. `kind` is the name of the grammar option."""
     if len(source) > MAX_GRAMMAR_CHARS:
         raise ValueError(
-            f"{kind} has {len(source)} characters; at most {MAX_GRAMMAR_CHARS} are allowed; "
-            "shorten it"
+            f"{kind} has {len(source)} characters; at most {MAX_GRAMMAR_CHARS} are allowed; shorten it"
         )
     if kind == "json_schema":
         # Ignore invalid JSON here: llguidance reports it when it compiles the schema.
@@ -236,8 +233,7 @@ def check_property_count(schema: object) -> None:
             stack += value
     if num_properties > MAX_SCHEMA_PROPERTIES:
         raise ValueError(
-            f"json_schema has {num_properties} properties; at most {MAX_SCHEMA_PROPERTIES} are "
-            "allowed; remove some"
+            f"json_schema has {num_properties} properties; at most {MAX_SCHEMA_PROPERTIES} are allowed; remove some"
         )
 
 

@@ -1,9 +1,9 @@
-"""Compile grammars of untrusted users in a child process first.
+"""Compile grammars of untrusted users in a child process before the server compiles them.
 
 llguidance limits the number of steps, but a single step may take seconds of time or gigabytes of
 memory, and running out of memory would kill the server. The server therefore first lets a child
-process compile each grammar, and follow it for some random tokens. The child process has little
-time and memory.
+process compile each grammar, and generate some random tokens that the grammar allows. The child
+process has limits on its time and memory.
 
 This file is also the program that the child process runs. It imports nothing from this package.
 """
@@ -51,7 +51,7 @@ MAX_GRAMMAR_SANDBOX_CPU_SECONDS = 1.0
 MAX_GRAMMAR_SANDBOX_CPU_SECONDS_PER_MASK = 0.05
 # limit of the child process's address space, tokenizer and stack included
 MAX_GRAMMAR_SANDBOX_MEMORY_BYTES = 2 << 30
-GRAMMAR_SANDBOX_TRIAL_TOKENS = 32  # number of random allowed tokens that a grammar is tried with
+GRAMMAR_SANDBOX_TRIAL_TOKENS = 32  # number of random tokens generated to test a grammar
 # number of accepted grammars that are remembered and not checked again
 MAX_REMEMBERED_ACCEPTED_GRAMMARS = 64
 
@@ -68,7 +68,7 @@ def run_with_deep_stack(function: Callable[[], Any]) -> Any:
         mmap.mmap(-1, GRAMMAR_COMPILER_STACK_BYTES + GRAMMAR_COMPILER_FREE_MEMORY_BYTES).close()
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(function).result()
-    except (OSError, RuntimeError) as error:  # no memory for the mapping or the thread
+    except (OSError, RuntimeError) as error:  # too little memory for the stack or for the thread
         raise MemoryError(
             "not enough free memory to compile a grammar; try again later or free some memory"
         ) from error
@@ -100,9 +100,9 @@ def build_matcher(kind: str, source: str, tokenizer: "LLTokenizer") -> "LLMatche
 
 
 class GrammarSandbox:
-    """A child process that compiles each grammar first, so that a grammar that crashes or hangs the
-    compiler cannot harm this process. The child process is started on first use, and again after a
-    grammar has crashed it."""
+    """A child process that compiles each grammar before this process does, so that a grammar that
+    crashes or hangs the compiler cannot harm this process. The child process is started on first
+    use, and again after a grammar has crashed it."""
 
     def __init__(self, make_tokenizer_arguments: Callable[[], dict]) -> None:
         """Prepare the sandbox without starting the child process. `make_tokenizer_arguments`
@@ -135,8 +135,7 @@ class GrammarSandbox:
         if not answer:
             max_mib = MAX_GRAMMAR_SANDBOX_MEMORY_BYTES >> 20
             raise ValueError(
-                f"{kind}: compiling this grammar takes more than "
-                f"{MAX_GRAMMAR_SANDBOX_CPU_SECONDS:g} s or {max_mib} MiB; make it smaller"
+                f"{kind}: compiling this grammar takes more than {MAX_GRAMMAR_SANDBOX_CPU_SECONDS:g} s or {max_mib} MiB; make it smaller"
             )
         reason = json.loads(answer)
         if reason is not None:
@@ -175,21 +174,15 @@ def find_refusal_reason(kind: str, source: str, tokenizer: "LLTokenizer") -> str
     for step in range(GRAMMAR_SANDBOX_TRIAL_TOKENS):
         start = time.process_time()
         if len(matcher.compute_ff_bytes()) > MAX_BYTES_FORCED_BY_GRAMMAR:
-            return (
-                f"{kind}: this grammar forces more than {MAX_BYTES_FORCED_BY_GRAMMAR} bytes of "
-                "text at one position; make the forced text shorter"
-            )
+            return f"{kind}: this grammar forces more than {MAX_BYTES_FORCED_BY_GRAMMAR} bytes of text at one position; make the forced text shorter"
         bitmask = matcher.compute_bitmask() if not matcher.is_error() else b""
         if matcher.is_error():
-            # Accept a grammar that only fails after the first token: the output then just ends
-            # there.
+            # Accept a grammar with which llguidance fails only after the first token: outputs then
+            # end at that token.
             return f"{kind}: {matcher.get_error().splitlines()[0]}" if step == 0 else None
         if time.process_time() - start > MAX_GRAMMAR_SANDBOX_CPU_SECONDS_PER_MASK:
             limit = f"{MAX_GRAMMAR_SANDBOX_CPU_SECONDS_PER_MASK:g} s"
-            return (
-                f"{kind}: computing the allowed tokens takes more than {limit} for one token; "
-                "make the grammar smaller"
-            )
+            return f"{kind}: computing the allowed tokens takes more than {limit} for one token; make the grammar smaller"
         if matcher.is_stopped():
             return None
         if not matcher.consume_token(generator.choice(list_allowed_tokens(bitmask))):
@@ -215,8 +208,8 @@ def main() -> None:
 
     from llguidance import LLTokenizer
 
-    # Ignore Ctrl-C, which the server handles: when the server ends, this process's input ends, and
-    # the loop below stops.
+    # Ignore Ctrl-C, which the server handles. When the server ends, the standard input of this
+    # process ends, and so does the loop below.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(5)
     hard_limit = resource.getrlimit(resource.RLIMIT_AS)[1]

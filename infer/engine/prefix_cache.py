@@ -3,7 +3,7 @@ same tokens as an earlier sequence, only the positions after these tokens are pr
 
 A block has PREFIX_CACHE_BLOCK_TOKENS positions. It is identified by the tokens of the block, all
 tokens before it, and the one token after it. The token after the block matters because the
-drafter's cache entries of a position may depend on the next token (`infer.drafters.dart`). Blocks
+drafter's keys and values at a position may depend on the next token (`infer.drafters.dart`). Blocks
 are copies, because batch rows are reused by other sequences.
 """
 
@@ -15,18 +15,19 @@ import torch
 
 PREFIX_CACHE_BLOCK_TOKENS = 64
 
-# Identifies a block: the number of the previous block (0 for the first block), and
+# Identifies a block: the `block_id` of the previous block (0 for the first block), and
 # PREFIX_CACHE_BLOCK_TOKENS + 1 tokens, which are those of the block and the token after it.
 BlockKey = tuple[int, tuple[int, ...]]
-# The entries of a block in one KV cache. For each buffer of the cache there is a tensor (planes,
-# PREFIX_CACHE_BLOCK_TOKENS, number of heads * head size). A plane is the keys or the values of one
-# layer.
+# The keys and values of a block in one KV cache. For each buffer of the cache there is a tensor
+# (planes, PREFIX_CACHE_BLOCK_TOKENS, number of heads * head size). A plane is the keys or the
+# values of one layer.
 BlockTensors = list[torch.Tensor]
 
 
 @dataclass(eq=False)
 class PrefixCacheBlock:
-    """The KV cache entries of target and drafter at PREFIX_CACHE_BLOCK_TOKENS positions."""
+    """Copies of the target's and the drafter's keys and values at PREFIX_CACHE_BLOCK_TOKENS
+    positions."""
 
     block_id: int  # unique number of the block, which is part of the next block's key
     target_tensors: BlockTensors
@@ -65,11 +66,11 @@ class PrefixCache:
     def insert(
         self, ids: list[int], copy_block: Callable[[int], tuple[BlockTensors, BlockTensors]]
     ) -> None:
-        """Copy the complete blocks of a sequence that are not cached yet into the cache, as far as
-        memory allows.
+        """Add copies of the complete blocks of a sequence that are not cached yet, as far as
+        `max_bytes` allows.
 
         `copy_block(position)` copies the block that begins at this position of the sequence. It
-        returns the entries of the target's cache and those of the drafter's cache.
+        returns the keys and values from the target's cache, then those from the drafter's cache.
         """
         path = self._find_path(ids)
         self._mark_as_used(path)
@@ -91,14 +92,15 @@ class PrefixCache:
         self._mark_as_used(path)
 
     def _mark_as_used(self, path: list[BlockKey]) -> None:
-        """Make the blocks of a sequence, whose keys are `path`, the last to be evicted. The
-        sequence's first block becomes the very last."""
+        """Move the blocks of a sequence to the end of the eviction order, its first block last.
+        `path` has the keys of the blocks."""
         for key in reversed(path):
             self.blocks.move_to_end(key)
 
     def _evict_for(self, size: int, in_use: set[BlockKey]) -> bool:
-        """Evict the least recently used blocks until `size` more bytes fit, and return True. Return
-        False if only blocks with keys in `in_use` are left before enough memory is free."""
+        """Evict the least recently used blocks until `size` more bytes fit, and return True. Blocks
+        with keys in `in_use` are never evicted. Return False if `size` bytes do not fit beside
+        them."""
         while self.bytes + size > self.max_bytes:
             oldest = next((key for key in self.blocks if key not in in_use), None)
             if oldest is None:
@@ -120,7 +122,7 @@ def make_block_key(ids: list[int], index: int, previous_block_id: int) -> BlockK
     """Return the key of block `index` of a sequence, or None if the sequence has too few tokens for
     this block and the token after it.
 
-    `previous_block_id` is the number of the previous block, or 0 if there is none.
+    `previous_block_id` is the `block_id` of the previous block, or 0 if there is none.
     """
     start = index * PREFIX_CACHE_BLOCK_TOKENS
     tokens = tuple(ids[start : start + PREFIX_CACHE_BLOCK_TOKENS + 1])

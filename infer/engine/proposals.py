@@ -31,7 +31,8 @@ def run_drafter(
     contexts: abc.Sequence[abc.Sequence[int] | np.ndarray],
     sampling: SamplingBatch,
 ) -> Proposal:
-    """Run the drafter after the bonus tokens, and return the input of the tree method.
+    """Run the drafter for the positions after the bonus tokens, and return its distributions as the
+    input of the tree method.
 
     `num_nodes` is the maximum number of drafted nodes per batch row. `contexts` has the last tokens
     of each batch row's sequence, and is used only with an n-gram model.

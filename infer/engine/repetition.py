@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-MIN_LOOP_REPEATS = 4  # tokens that occur this many times in a row are a loop
+MIN_LOOP_REPEATS = 4  # a group of tokens that occurs this many times in a row is a loop
 MAX_LOOP_PERIOD_TOKENS = 64  # length of the longest loop that evaluations look for
 
 

@@ -85,7 +85,7 @@ class VerifiedTrees(NamedTuple):
     """The result of `verify_trees`: the pruned trees, and the tokens that the target chose."""
 
     tree: DraftTree  # the draft trees without the pruned nodes
-    ancestors: torch.Tensor  # (B, num_nodes, num_nodes) bool, see `DraftTree.ancestors`
+    ancestors: torch.Tensor  # (B, num_nodes, num_nodes) bool, see `DraftTree.build_ancestor_mask`
     features: Features  # the target's hidden states at all nodes
     target_tokens: torch.Tensor  # (B, num_nodes): the target's token after each node
 
@@ -124,7 +124,7 @@ def run_round(
     host_sequences = select_host_sequences(
         plan.sequences, drafted.full_tree, drafted.sampling, is_captured
     )
-    # On the device, choose tokens unless the host will choose them for all rows.
+    # Choose tokens on the device, unless the host chooses those of all rows.
     all_on_host = bool(host_sequences) and len(host_sequences) == len(plan.sequences)
     choose_on_device = is_captured or not all_on_host
     verified = run_stage(
@@ -154,15 +154,15 @@ def draft_trees(state: BatchState, plan: RoundPlan, lap: Callable[[str], None]) 
         return DraftedTrees(sampling, None, tree)
     conditionals = proposal.conditionals
     if conditionals is not None and not conditionals.recurrent:
-        # Compute the table now: it is computed on first access, and must become part of this
-        # stage's CUDA graph.
+        # Access `candidate_log_probs` now. It is computed on first access, and this must be part of
+        # this stage's CUDA graph.
         _ = conditionals.candidate_log_probs
     return DraftedTrees(sampling, proposal, tree)
 
 
 def overwrite_tree(tree: DraftTree, new_tree: DraftTree) -> None:
-    """Copy `new_tree` into the tensors of `tree`, which have the same shapes. CUDA graphs of later
-    stages read the tensors of `tree`, so these cannot be replaced."""
+    """Copy the values of `new_tree` into the tensors of `tree`, which have the same shapes. The
+    tensors of `tree` must stay the same, because the CUDA graphs of later stages read them."""
     tree.tokens.copy_(new_tree.tokens)
     tree.parents.copy_(new_tree.parents)
     tree.depths.copy_(new_tree.depths)
@@ -179,8 +179,8 @@ def verify_trees(
     """Prune the trees, verify them in one forward pass of the target, and choose the target's token
     after every node.
 
-    If `choose_on_device` is false, all tokens are NO_TOKEN, and the host must choose them. `lap` is
-    called with "build" before the forward pass, to time the steps.
+    If `choose_on_device` is false, all target tokens in the result are NO_TOKEN, and the host must
+    choose them. `lap` is called with "build" before the forward pass, to time pruning.
     """
     target = state.target
     tree = plan.prune(drafted.full_tree)

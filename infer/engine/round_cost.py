@@ -22,25 +22,26 @@ from infer.targets.target import Target
 from infer.trees.ddtree import build_ddtree
 from infer.trees.tree import DraftTree
 
-# Numbers of drafted nodes per batch row that the automatic node budget chooses from. Plus 1 for the
-# root, most of them are multiples of the tile sizes of GEMM kernels.
+# Numbers of drafted nodes per batch row that the automatic node budget chooses from. With the root
+# added, most of them are multiples of the tile sizes of GEMM kernels.
 CANDIDATE_DRAFTED_NODE_COUNTS = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63, 95, 127, 191, 255)
 
 COST_CALIBRATION_CONTEXT_TOKENS = 128  # number of positions in the KV caches during the timing
-# the cache has space for this many calls; each adds two positions to the drafter's cache
+# Maximum number of drafting calls during the timing. Each call adds two positions to the drafter's
+# cache, which has space for this many calls.
 MAX_COST_CALIBRATION_DRAFT_CALLS = 16
 COST_CALIBRATION_NODES_PER_DRAFT = 15
 # Larger trees are not timed once a target pass takes this many times as long as one without drafted
 # nodes.
 COST_CALIBRATION_STOP_RATIO = 4
 
-# weight of a new measurement in the moving average, once there were 20 measurements
+# Weight of a new measurement in the moving average. The first 20 measurements have equal weights.
 COST_EMA_ALPHA = 0.05
 MAX_MEASURED_TO_EXPECTED_ROUND_COST = (
-    1.5  # outliers are clipped to this many times the expected seconds
+    1.5  # a measurement is clipped to this many times the expected seconds
 )
-# Estimates weight a measurement by this factor for each doubling or halving of the number of batch
-# rows or nodes.
+# An estimate also uses measurements with other numbers of batch rows or nodes. Their weight is
+# multiplied by this factor for each factor of 2 between the numbers.
 COST_WEIGHT_DECAY_PER_DOUBLING = 1 / 16
 # Weight of the calibrated cost, relative to 1 for each measured round. It is so small that the
 # calibrated cost matters only if no similar round was measured.
@@ -139,9 +140,11 @@ def get_calibration(target: Target, drafter: Drafter, clock: Callable[[], float]
 class RoundCostTable:
     """Estimates the seconds of a round for each number of batch rows and each node count.
 
-    The table stores the ratio of measured to calibrated seconds, for numbers of rows rounded up to
-    powers of two. The estimate for a number of rows and nodes uses mainly the ratios of similar
-    numbers. Measurements with one batch size therefore improve the estimates for other batch sizes.
+    The table stores the ratio of measured to calibrated seconds for each node count and each power
+    of two of batch rows; other numbers of rows are rounded up. An estimate is the calibrated
+    seconds times a weighted average of these ratios, with the highest weights for similar numbers
+    of rows and nodes. Measurements with one batch size therefore improve the estimates for other
+    batch sizes.
     """
 
     def __init__(self, calibration: Calibration, node_counts: list[int]) -> None:
@@ -191,8 +194,8 @@ class RoundCostTable:
         return self._costs[rows]
 
     def is_measured(self, rows: int) -> np.ndarray:
-        """Return for each node count whether a round with about `rows` batch rows was measured
-        (rounded up to the same power of two)."""
+        """Return for each node count whether a round was measured whose number of batch rows,
+        rounded up to a power of two, is the same as that of `rows`."""
         return self.num_measured[ceil_log2(rows)] > 0
 
     def update(self, rows: int, count_index: int, seconds: float) -> None:

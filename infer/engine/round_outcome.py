@@ -13,7 +13,7 @@ from infer.trees.tree import DraftTree
 
 @dataclass(frozen=True)
 class RowOutcome:
-    """What a round did in one batch row, on the host."""
+    """The result of a round for one batch row, as Python lists on the host."""
 
     tokens: list[int]  # the committed tokens after the root; the last one is the bonus token
     path: list[int]  # indices of the accepted nodes, without the root

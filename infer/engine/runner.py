@@ -79,8 +79,9 @@ class Runner:
 
     On CUDA, rounds run as CUDA graphs. There is one graph for each combination of the number of
     batch rows (a power of two), the number of nodes and the `SamplingKind`. The first two rounds of
-    each combination take longer. If a sequence has a grammar or logits processors, a round consists
-    of three graphs, and the host handles such sequences between these graphs.
+    each combination take longer: the first compiles kernels, the second records the graph. If a
+    sequence has a grammar or logits processors, a round consists of three graphs, and the host
+    handles such sequences between these graphs.
     """
 
     def __init__(
@@ -185,8 +186,8 @@ class Runner:
         return self.prefill_batch.run_chunk(start, length)
 
     def prepare_for_decoding(self, sequences: list[Sequence]) -> None:
-        """Let decoding rounds use the batch rows of prefilled sequences, and choose the token after
-        each prompt, which becomes the row's bonus token."""
+        """Make the batch rows of prefilled sequences take part in decoding rounds, and choose the
+        token after each prompt, which becomes the row's bonus token."""
         assert self.prefill_batch is not None
         state = self.batch_state
         last_hidden = self.prefill_batch.finish()
@@ -203,7 +204,7 @@ class Runner:
             outcome = unpack_outcome(values, path_width=1, num_node_log_probs=0)
             append_logprobs(sequence, outcome.token_logprobs)
             sequence.append(outcome.tokens, self.target)
-            if len(sequence.commits) > 1:  # the sequence had output before it was prefilled again
+            if len(sequence.commits) > 1:  # the sequence already had output and was prefilled again
                 sequence.commits[0] += sequence.commits.pop()
 
     def _choose_first_tokens(
@@ -212,7 +213,8 @@ class Runner:
         """Choose the token after each prompt. `last_hidden` (B, 1, hidden_size) are the final
         hidden states of the prompts' last tokens.
 
-        Return the tokens as bonus tokens of trees that have only a root, and the result of
+        The last tokens of the prompts are treated as trees that have only a root. Return the
+        accepted paths of these trees, whose bonus tokens are the chosen tokens, and the result of
         `pack_outcomes`.
         """
         target = self.target

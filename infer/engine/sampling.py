@@ -168,7 +168,8 @@ def derive_seed(seed: int, index: int) -> int:
     outputs with one seed.
 
     The first output uses `seed` itself. The others get 53-bit seeds, which every JSON parser reads
-    exactly. With the same seed for all, the outputs would have the same noise and be largely equal.
+    exactly. If all outputs used the same seed, they would have the same noise and be nearly
+    identical.
     """
     if index == 0:
         return seed
@@ -229,9 +230,9 @@ def make_round_noise(
     num_positions: int,
     tokens: int | torch.Tensor,
 ) -> torch.Tensor | None:
-    """Return the Gumbel noise for the `num_positions` positions after position `previous_positions`
-    of each batch row, (B, steps, num_tokens). Return None if all rows are greedy; in a mixed batch,
-    the noise of greedy rows is 0.
+    """Return the Gumbel noise (B, num_positions, num_tokens) for the positions that follow position
+    previous_positions[b] in each batch row b. Return None if all rows are greedy. If only some rows
+    are greedy, their noise is 0.
 
     `previous_positions` (B,) are absolute positions. `tokens` is the vocabulary size, or a tensor
     (num_tokens,) of token ids.
@@ -432,7 +433,7 @@ def mark_tokens_seen_at_nodes(
 
     seen: (B, vocab_size), true for the committed tokens and the root's token
     tokens: (B, num_nodes), the tokens of all nodes
-    ancestors: (B, num_nodes, num_nodes), the result of `DraftTree.ancestors`
+    ancestors: (B, num_nodes, num_nodes), the result of `DraftTree.build_ancestor_mask`
     nodes: slice of the given nodes
     """
     path_tokens = torch.where(ancestors[:, nodes], tokens[:, None], tokens[:, :1, None])

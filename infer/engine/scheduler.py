@@ -14,11 +14,10 @@ if TYPE_CHECKING:
 # Maximum number of prompt positions per batch row in one forward pass. It limits the size of the
 # attention mask of a long prompt.
 MAX_PREFILL_CHUNK_TOKENS = 1024
-# If one prefill takes as long as n decoding rounds that run as CUDA graphs, a step may prefill at
-# least n times this many positions.
-MIN_PREFILL_ALLOWANCE_PER_PREFILL_ROUND = 256
-# Even if few batch rows are idle, waiting sequences are admitted after the time that this many
-# prefills take.
+# If rounds run as CUDA graphs, a step may prefill at least this many positions times
+# `Runner.rounds_per_prefill`, the number of rounds that take as long as one prefill.
+MIN_PREFILL_POSITIONS_PER_GRAPH_ROUND = 256
+# Waiting sequences are admitted at the latest after the time that this many prefills take.
 MAX_ADMISSION_DELAY_IN_PREFILLS = 8
 
 
@@ -89,9 +88,9 @@ class Scheduler:
             self.prefill_allowance = max(
                 min(self.max_batched_positions - tree_cost, self.max_batched_positions * 2 / 3),
                 tree_cost / 2,
-                # A prefill always launches its kernels one by one. If rounds run as CUDA graphs,
-                # this many prefill positions take about as long as one.
-                MIN_PREFILL_ALLOWANCE_PER_PREFILL_ROUND * self.runner.rounds_per_prefill,
+                # A prefill always launches its kernels one by one, so on CUDA a small prefill takes
+                # as long as one with this many positions.
+                MIN_PREFILL_POSITIONS_PER_GRAPH_ROUND * self.runner.rounds_per_prefill,
             )
         return sequences
 
@@ -106,9 +105,9 @@ class Scheduler:
         """Whether waiting sequences may be admitted now.
 
         During a prefill, which may take as long as several rounds (`Runner.rounds_per_prefill`), no
-        sequence decodes. Sequences are therefore admitted only when idle batch rows have wasted as
-        much time as one prefill takes, or after the time of MAX_ADMISSION_DELAY_IN_PREFILLS
-        prefills.
+        sequence decodes. Admission therefore waits until the idle time of free batch rows, summed
+        over the rows, equals the time that the prefill takes from all running sequences together.
+        It waits no longer than MAX_ADMISSION_DELAY_IN_PREFILLS prefills take.
         """
         delay = min(len(self.running), MAX_ADMISSION_DELAY_IN_PREFILLS * self.num_admissible)
         is_due = self.idle_row_rounds >= self.runner.rounds_per_prefill * delay
@@ -151,9 +150,9 @@ class Scheduler:
         """Return the maximum number of nodes per tree, root included, in this step's round.
 
         `prefill_cost` is the cost of this step's prefill, in units of one position without context.
-        To get few tree sizes, and so few CUDA graphs, this cost is rounded up to thirds of the
-        limit on positions, and the number of rows is rounded up to a power of two. The trees share
-        the remaining thirds, at least one.
+        The trees share the positions that the prefill leaves free, and always at least a third of
+        the limit. The cost of the prefill is rounded up to thirds of the limit, and the number of
+        batch rows to a power of two. There are then few tree sizes, and so few CUDA graphs.
         """
         full_tree = self.budget.max_nodes + 1
         if self.max_batched_positions is None:
@@ -202,7 +201,7 @@ class Scheduler:
         self.running = []
         self.prefilling = []
         for sequence in sequences:
-            # An interrupted round may have appended log-probabilities of tokens that it did not
+            # The interrupted round may have appended log-probabilities for tokens that it did not
             # commit.
             del sequence.logprobs[len(sequence.ids) :]
         return sequences
@@ -211,12 +210,13 @@ class Scheduler:
         """Put all running and prefilling sequences back into the queue after a step that raised an
         exception. The caller must call the engine's `reset` next.
 
-        The sequences later continue from the tokens that they have. Only half as many sequences run
-        at the same time; each sequence that finishes raises this number by one. Expensive and new
-        sequences are admitted first, because they are the likely cause of the exception.
+        The sequences later continue from the tokens that they have. From now on, only half as many
+        sequences run at the same time as before the exception. Each sequence that finishes raises
+        this limit by one. Expensive and new sequences are admitted first, because they are the
+        likely cause of the exception.
 
-        If there was only one such sequence, it is returned instead of queued, and all batch rows
-        may be used again. Otherwise None is returned.
+        If only one sequence was running or prefilling, it is returned and not put into the queue,
+        and the limit is lifted. Otherwise None is returned.
         """
         sequences = self.pop_unfinished_sequences()
         sequences.sort(
@@ -243,7 +243,8 @@ class Scheduler:
 
     @property
     def _prefilling_context_length(self) -> int:
-        """The largest number of positions of a prompt in `prefilling` that are in the KV cache."""
+        """The number of prompt positions in the KV cache, of the sequence in `prefilling` with the
+        most of them."""
         return self.prefilled_positions + max(
             sequence.cached_length for sequence in self.prefilling
         )

@@ -1,4 +1,5 @@
-"""A sequence that is being decoded: its tokens, where it ends, and what decoding it costs."""
+"""A sequence that is being decoded: its tokens, where its output ends, and statistics of its
+decoding."""
 
 from collections import abc
 from dataclasses import dataclass, field
@@ -47,7 +48,7 @@ class Stopwatch:
 
 @dataclass
 class DecodeStats:
-    """What decoding one sequence took.
+    """Statistics of decoding one sequence: numbers of tokens and rounds, and seconds.
 
     A round commits the accepted drafted tokens and the next bonus token. The prefill yields the
     first bonus token, so `tokens` is 1 plus the number of tokens that all rounds committed.
@@ -181,8 +182,7 @@ def check_options(options: SamplingOptions, target: Target) -> None:
     options.check()
     if options.stop and target.tokenizer is None:
         raise ValueError(
-            "stop strings need a tokenizer, and this target has none; load the target with "
-            "load_target"
+            "stop strings need a tokenizer, and this target has none; load the target with load_target"
         )
     make_grammar_state(options, target)
 
@@ -197,15 +197,12 @@ def check_prompt(
     for id in (min(prompt), max(prompt)):
         if not 0 <= id < vocab_size:
             raise ValueError(
-                f"prompt: token {id} does not exist, the model has 0 to {vocab_size - 1}; use the "
-                "tokenizer of this model"
+                f"the prompt contains the token id {id}, but the model has only the ids 0 to {vocab_size - 1}; use the tokenizer of this model"
             )
     length = len(prompt) + options.max_new_tokens
     if length > capacity:
         raise ValueError(
-            f"the prompt has {len(prompt)} tokens and max_new_tokens is {options.max_new_tokens}, "
-            f"together {length}; at most {capacity} are possible; shorten the prompt or lower "
-            "max_new_tokens"
+            f"the prompt has {len(prompt)} tokens and max_new_tokens is {options.max_new_tokens}, together {length}; at most {capacity} are possible; shorten the prompt or lower max_new_tokens"
         )
 
 
@@ -217,7 +214,7 @@ def find_sequence_end(
 
     Return the length of the output in tokens and the finish reason, or None if the output does not
     end. The length includes the end token or the tokens of the stop string, whose text
-    `answer_text` removes later.
+    `infer.api.decode_output` removes later.
     """
     max_length = min(len(ids), options.max_new_tokens)
     tokenizer = cast("PreTrainedTokenizerBase", target.tokenizer)

@@ -94,8 +94,8 @@ def make_sampling_batch(
 
 
 def count_chunk_nodes(rows: int) -> int:
-    """Return for how many nodes per batch row logits are computed at a time, if there are `rows`
-    batch rows."""
+    """Return for how many nodes of each batch row logits are computed at the same time. The number
+    is smaller if there are many batch rows."""
     return max(
         1, MAX_LOGIT_CHUNK_NODES_PER_ROW * min(rows, MAX_ROWS_WITH_FULL_LOGIT_CHUNKS) // rows
     )
@@ -114,7 +114,7 @@ def make_seen_tokens_lookup(
 ) -> SeenTokensLookup | None:
     """Return a function that takes a slice of node indices and marks the tokens in the prefixes of
     these nodes. Return None if no batch row has a repetition penalty. `ancestors` is the result of
-    `tree.ancestors()`."""
+    `tree.build_ancestor_mask()`."""
     if sampling.seen is None:
         return None
     return partial(mark_tokens_seen_at_nodes, sampling.seen, tree.tokens.clamp(min=0), ancestors)
@@ -128,7 +128,7 @@ def choose_tokens(
     sampling: SamplingBatch,
 ) -> torch.Tensor:
     """Return the target's token after each node, (B, num_nodes), for the final hidden states (B,
-    num_nodes, hidden_size) of the nodes. `ancestors` is the result of `tree.ancestors()`.
+    num_nodes, hidden_size) of the nodes. `ancestors` is the result of `tree.build_ancestor_mask()`.
 
     Everything runs on the device, so logits processors and grammars are not applied. Logits are
     computed for `count_chunk_nodes` nodes per batch row at a time.
@@ -168,8 +168,8 @@ def choose_greedy_tokens(target: Target, tree: DraftTree, hidden: torch.Tensor) 
 
 
 def find_seen_with_offset(find_seen: SeenTokensLookup, first: int, nodes: slice) -> torch.Tensor:
-    """Call `find_seen`, which marks the tokens in the prefixes of nodes. `nodes` is a slice of node
-    indices that count from node `first`."""
+    """Call `find_seen`, which marks the tokens in the prefixes of nodes, for the slice `nodes`
+    shifted by `first` nodes."""
     return find_seen(slice(nodes.start + first, nodes.stop + first))
 
 
@@ -179,9 +179,9 @@ def select_host_sequences(
     """Return the sequences whose tokens are chosen on the host. Keys are batch rows, values are
     sequences.
 
-    These are the sequences with logits processors or a grammar. On a CPU they are all sequences if
-    the round uses sampling and its trees are small: generating noise for all nodes would take as
-    long as a target pass, and the host generates noise only for nodes on the target's path.
+    These are the sequences with logits processors or a grammar. On a CPU, all sequences are
+    returned if the round uses sampling and its trees are small. The host generates noise only for
+    nodes on the target's path, whereas noise for all nodes would take as long as a target pass.
     `is_captured` tells whether the round runs as CUDA graphs.
     """
     num_nodes = tree.tokens.shape[1]
@@ -215,7 +215,7 @@ def choose_tokens_on_host(
 
     `sequences` has these batch rows as keys and their sequences as values. `hidden` (B, num_nodes,
     hidden_size) are the final hidden states of all nodes of all rows, and `ancestors` is the result
-    of `tree.ancestors()`.
+    of `tree.build_ancestor_mask()`.
     """
     if not sequences:
         return
@@ -243,8 +243,9 @@ def choose_tokens_of_row(
     (num_nodes, vocab_size) are the target's logits after the nodes.
 
     Only nodes on the target's path get a token; the other nodes get NO_TOKEN. Logits processors and
-    grammars are therefore called for one node at a time, with the node's prefix. If the path goes
-    on after the end of the sequence, the last token is repeated; the repetitions are cut off later.
+    grammars are therefore called for one node at a time, with the node's prefix. If the output ends
+    at a token on the path, later nodes of the path get the same token again; the caller removes
+    these repetitions.
     """
     row_slice = slice(row, row + 1)
     row_sampling = sampling.tensors.select_rows(row_slice)
@@ -325,8 +326,8 @@ def walk(
     target's tokens after the nodes, greedy or sampled.
 
     There is no GPU-to-CPU synchronisation, because all nodes are tested at once. A node is accepted
-    if it and all its ancestors below the root have the target's token after their parent. The path
-    ends at the deepest accepted node.
+    if its token, and the token of each ancestor except the root, is the target's token after the
+    respective parent. The path ends at the deepest accepted node.
     """
     if tree.max_depth == 0:
         lengths = torch.ones_like(tree.parents[:, 0])
@@ -343,8 +344,8 @@ def walk(
     on_path = ancestors.gather(1, last_ancestors)[:, 0]  # (B, num_nodes)
 
     # Column d of `path` gets the path's node at depth d. All nodes that are not on the path go to
-    # an extra column, which is dropped. The path is never wider than the tree has nodes, because it
-    # would not fit into the KV cache.
+    # an extra column, which is dropped. The path has at most as many columns as the tree has nodes,
+    # because the KV cache has no space for more.
     max_length = min(tree.max_depth, tree.max_drafted)
     columns = torch.where(on_path, tree.depths, max_length + 1)
     nodes = torch.arange(columns.shape[1], device=columns.device).expand_as(columns)

@@ -42,8 +42,8 @@ class MaskedConfig:
     max_num_batched_tokens: ClassVar = None
 
     def count_output_positions(self, tokens: int) -> int:
-        """Return how many positions are computed for an output of `tokens` tokens, which is rounded
-        up to whole blocks."""
+        """Return `tokens`, the length of an output, rounded up to whole blocks. This many positions
+        are computed for it."""
         return tokens + -tokens % self.block_length
 
     def describe_method(self, drafter: None) -> str:
@@ -89,8 +89,8 @@ def check_masked_text_options(options: SamplingOptions) -> None:
 
 
 def merge_masked_options(text: SamplingOptions, masked: MaskedConfig) -> MaskedOptions:
-    """Combine two sets of options to one, and check it. Raises ValueError for an option that masked
-    diffusion decoding does not support."""
+    """Return the options of `text` and `masked` as one dataclass, after checking them. Raises
+    ValueError for an option that masked diffusion decoding does not support."""
     text_options = {name: getattr(text, name) for name in SamplingOptions.__dataclass_fields__}
     options = MaskedOptions(**text_options, **asdict(masked))
     options.check()

@@ -6,12 +6,13 @@ sequence into a less masked copy of it. The empty state is the current sequence 
 
 Step-by-step decoding makes one write after the other, each after a forward pass over the current
 state. A round of SSD guesses which states decoding will reach, and computes all of them in one
-forward pass. It then follows step-by-step decoding as long as the reached state was computed. The
-output therefore does not depend on the guesses.
+forward pass. It then takes the same steps as step-by-step decoding, until a step leads to a state
+that was not computed. The output therefore does not depend on the guesses.
 
-Chains of drafts are those of the paper's section 3.2, and swapped drafts those of its section 5.2.
-Guided trees are our addition. A state is a set because the order of writes does not matter: "b and
-then a" and "a and then b" lead to the same state, which is computed once.
+Chains of drafts are from section 3.2 of the SSD paper. Drafts with two writes in exchanged order
+are from its section 5.2. Guided drafts are our addition. A state is a set because the order of
+writes does not matter: "b and then a" and "a and then b" lead to the same state, which is computed
+once.
 """
 
 import math
@@ -28,7 +29,7 @@ from infer.masked.ngram_statistics import SequenceStatistics
 Write = tuple[int, int]  # (position, token)
 State = frozenset[Write]
 
-# Drafts consider this many of the model's likeliest tokens at each masked position.
+# At each masked position, only this many of the model's likeliest tokens may be drafted.
 CANDIDATE_TOKENS_PER_MASKED_POSITION = 2
 PROBABILITY_FLOOR_BEFORE_LOGARITHM = 1e-300  # smaller values are raised to this to avoid log(0)
 
@@ -140,11 +141,13 @@ def make_chain_states(writes: Sequence[Write]) -> list[State]:
 
 
 def make_chain_and_swapped_states(writes: Sequence[Write], plan: DraftPlan) -> list[State]:
-    """Return the states of a chain of drafts, and states in which two neighbouring writes are
-    swapped (SSD section 5.2). A state is a set of writes, each a (position, token) pair.
+    """Return the states of a chain of drafts, and the states that are reached when two consecutive
+    writes of the chain are exchanged (SSD section 5.2). A state is a set of writes, each a
+    (position, token) pair.
 
     For each state of the chain, one more state skips the next write and makes the write after it.
-    Writes of different blocks are not swapped, so there are at most twice as many states as writes.
+    Writes of different blocks are not exchanged, so there are at most twice as many states as
+    writes.
     """
     states = make_chain_states(writes)
     for size, (write, next_write) in enumerate(zip(writes, writes[1:], strict=False)):
@@ -168,10 +171,10 @@ def search_guided_states(
     probability of its token. At each position the search considers the model's likeliest tokens,
     and the token that the statistics of the sequence predict.
 
-    The probability of a state is the product of the probabilities of its writes, in their likeliest
-    order. It is at most the probability of the state without its last write. A best-first search
-    therefore finds the likeliest states, and with each state also the states through which its
-    likeliest order passes.
+    The probability of a state is the product of the probabilities of its writes, made in their most
+    probable order. It is at most the probability of the state without its last write. A best-first
+    search therefore finds the likeliest states. Before a state, it finds all states that lead to it
+    in this order.
     """
     max_writes = min(length, plan.max_writes)
     tie_breaker = count()
@@ -211,16 +214,17 @@ def estimate_position_probabilities(
     last_position: int | None,
     statistics: SequenceStatistics,
 ) -> list[tuple[int, float]]:
-    """Return (position, probability that it is written next) for each open position with a
+    """Return a pair (position, probability that it is written next) for each open position with a
     prediction.
 
     predictions: the model's predictions, by position
     open_positions: the positions that the next decoding step may write
     last_position: the position that was written last
 
-    The probability is proportional to the exponential of the prediction's confidence. It is then
-    mixed with how often, in this sequence, a write came directly to the right of the previous
-    write.
+    The probabilities are the softmax of the predictions' confidences. If the position directly to
+    the right of the last write is open, the probabilities are then multiplied by 1 - p, and p is
+    added to that of this position. p is the share of writes in this sequence that came directly to
+    the right of the write before them.
     """
     positions = [position for position in open_positions if position in predictions]
     if not positions:
@@ -243,7 +247,7 @@ def estimate_position_probabilities(
 def estimate_token_probabilities(
     prediction: Prediction, position: int, written: dict[int, int], statistics: SequenceStatistics
 ) -> list[tuple[int, float]]:
-    """Return (token, probability) for the likeliest tokens at a position.
+    """Return the likeliest tokens at a position as (token, probability) pairs.
 
     prediction: the model's prediction at this position
     written: tokens that are drafted at other positions, by position
@@ -284,15 +288,15 @@ def draft_states(
 def accept_writes(
     states: Sequence[State], predictions: Sequence[Predictions], plan: DraftPlan
 ) -> tuple[list[Write], int]:
-    """Take decoding steps as long as the state that they reach is in `states`, for which the model
-    has been run. Return the writes of these steps in order, and the index of the state before the
-    last write.
+    """Take decoding steps with the predictions of the computed states, until a step leads to a
+    state that is not in `states`. Return the writes of these steps in order, and the index of the
+    state before the last write.
 
     states: sets of writes, each a (position, token) pair
     predictions: for each state, the model's predictions by position
 
-    The last write leads to a state that was not computed. It is the extra token of SSD's algorithm
-    1.
+    The last write, which leads to a state that was not computed, is the extra token of SSD's
+    algorithm 1.
     """
     index_of_state = {state: index for index, state in enumerate(states)}
     index: int | None = index_of_state[frozenset()]

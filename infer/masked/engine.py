@@ -7,8 +7,8 @@ LLaDA's low-confidence remasking).
 
 A round of SSD guesses which tokens the next steps will write. It computes several states of the
 sequence, which are copies with some of these tokens written, in one forward pass. It then takes
-steps as long as the reached state was computed (SSD algorithm 1). Step-by-step decoding is the same
-code with rounds that compute only the current sequence.
+steps until one leads to a state that was not computed (SSD algorithm 1). Step-by-step decoding is
+the same code with rounds that compute only the current sequence.
 """
 
 import time
@@ -96,8 +96,7 @@ class MaskedRunner:
         `processors` is not empty."""
         if processors:
             raise ValueError(
-                "masked diffusion decoding does not support logits processors, since its outputs "
-                "do not grow from left to right; leave the logits processors out"
+                "masked diffusion decoding does not support logits processors, since its outputs do not grow from left to right; leave the logits processors out"
             )
         return MaskedSequence(prompt, options)
 
@@ -124,7 +123,7 @@ class MaskedRunner:
 
     def decode_round(self, sequences: list[MaskedSequence], max_nodes: int) -> None:
         """Run one round for all sequences: draft tokens, compute the drafted copies of each
-        sequence, and write the tokens of the steps that were drafted right.
+        sequence, and write the tokens of all steps whose states were computed.
 
         Sequences that can share a forward pass are computed together. `max_nodes` is not used.
         """
@@ -181,8 +180,8 @@ class MaskedRunner:
         """
         sequence = task.sequence
         writes, last_state = accept_writes(task.states, predictions, task.plan)
-        # If a position has several predictions, keep that of the last state, which contains the
-        # newest writes.
+        # If several states predict a position, keep the prediction of the last state, which
+        # contains the newest writes.
         sequence.predictions |= predictions[0] | predictions[last_state]
 
         stats = sequence.stats

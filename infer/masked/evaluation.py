@@ -1,8 +1,7 @@
 """Measure the speedup of self speculative decoding on held-out prompts, as in SSD's sections 4.2
 and 5.2.
 
-Every number is measured by decoding. The first method is step-by-step decoding, which is the
-baseline.
+The baseline is step-by-step decoding, which generates one token per forward pass.
 """
 
 import math
@@ -26,11 +25,11 @@ from infer.masked.model import MaskedModel
 from infer.masked.sequence import MaskedDecodeStats
 from infer.targets.target import Target
 
-# Numbers of drafted tokens per round. With n drafted tokens, the model computes n + 1 partly masked
-# copies of the sequence.
+# Numbers of drafted tokens per round. With n drafted tokens, a round computes n + 1 states (partly
+# masked copies of the sequence).
 EVALUATED_DRAFT_LENGTHS = (1, 2, 3, 4, 5)
-# The last variant is 'guided' with the longest drafts. It computes this many partly masked copies
-# of the sequence per round.
+# The last way of decoding that is measured is 'guided' with the longest drafts and this many states
+# per round.
 EVALUATED_STATES_OF_GUIDED_ROUND = 16
 
 
@@ -46,8 +45,9 @@ def make_evaluation_options(evaluation: EvaluationConfig, masked: MaskedConfig) 
 
 
 def make_variants(options: MaskedOptions) -> list[DecodingVariant]:
-    """Return the ways of decoding that an evaluation measures, first the baseline (step by step),
-    then each method with each draft length."""
+    """Return the ways of decoding that an evaluation measures: first the baseline, which decodes
+    step by step, then each method of self speculative decoding at each of EVALUATED_DRAFT_LENGTHS,
+    and last 'guided' with more states."""
     # DecodingVariant declares the option class of causal targets. The cast permits another class.
     make_variant = cast(Callable[..., DecodingVariant], DecodingVariant)
     variants = [make_variant("step by step", 1, replace(options, method="steps"))]
@@ -71,7 +71,8 @@ def evaluate_masked(
     masked: MaskedConfig,
     progress: ProgressCallback = lambda done, total: None,
 ) -> Evaluation:
-    """Measure the speed of decoding prompts step by step, and with each method and draft length.
+    """Measure the speed of decoding prompts step by step (the baseline: one token per forward
+    pass), and with each method of self speculative decoding at each of EVALUATED_DRAFT_LENGTHS.
     After `evaluation.max_minutes`, the remaining prompts are left out."""
     options = make_evaluation_options(evaluation, masked)
     deadline = time.monotonic() + 60 * (evaluation.max_minutes or math.inf)
@@ -90,9 +91,9 @@ def evaluate_masked(
 
 
 def recompute_tau(method: MethodResult, stats: Sequence[MaskedDecodeStats]) -> MethodResult:
-    """Return `method` with τ, the average number of tokens per round, computed again for a masked
-    model, whose rounds write all tokens. The τ in `method` assumes that a prefill yields the first
-    token."""
+    """Return `method` with τ, the average number of tokens per round, computed again. The τ in
+    `method` assumes that the prefill yields the first token, but the rounds of a masked model write
+    all tokens."""
     tokens = sum(sequence_stats.tokens for sequence_stats in stats)
     rounds = sum(sequence_stats.rounds for sequence_stats in stats)
     return replace(method, tau=tokens / rounds, tau_interval=None)

@@ -5,7 +5,7 @@ A masked model predicts each position without knowing the other tokens of the sa
 prediction is therefore an average over all possible other tokens. Neighbouring tokens say much
 about a token: a token that followed the same few tokens earlier in the sequence often follows them
 again. Guided drafts (`infer.masked.drafting.search_guided_states`) combine both predictions. The
-statistics have more weight the more often they were right.
+more often the predictions of the statistics were right, the more weight they have.
 """
 
 from collections.abc import Iterable

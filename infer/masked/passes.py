@@ -2,11 +2,11 @@
 sequence in which some mask tokens are replaced by drafted tokens. Without a KV cache, a pass
 computes whole sequences; with a KV cache, only the current block of each state.
 
-The output must not depend on how decoding steps are grouped into rounds. The input of a step must
-therefore not depend on it either. With Fast-dLLM's `cache="dual"`, the first step of a block is a
-*full* step, which computes the whole sequence. All other steps of the block compute only the block;
-outside the block they attend to the keys and values of the full step. Drafts end before the next
-full step, which Fast-dLLM's paper does not specify.
+The output must not depend on how many decoding steps a round takes, so the input of a step must not
+depend on it either. With Fast-dLLM's `cache="dual"`, the first step of a block is a *full* step,
+which computes the whole sequence. All other steps of the block compute only the block; outside the
+block they attend to the keys and values of the full step. Drafts end before the next full step,
+which Fast-dLLM's paper does not specify.
 """
 
 from collections.abc import Sequence
@@ -59,17 +59,17 @@ def pad_token_rows(tasks: Sequence[SequenceTask]) -> torch.Tensor:
 
 
 class FullRowPasses:
-    """Forward passes without a KV cache, which compute each state (copy of a sequence with drafted
-    tokens) as a whole. Predictions are exact, unlike those with a KV cache, and any masked model is
-    supported."""
+    """Forward passes without a KV cache, which compute all positions of each state (copy of a
+    sequence with drafted tokens). Predictions are exact, unlike those with a KV cache, and any
+    masked model is supported."""
 
     def __init__(self, model: MaskedModel, options: MaskedConfig) -> None:
         self.model = model
         self.block_length = options.block_length
 
     def make_plan(self, sequence: MaskedSequence) -> DraftPlan:
-        """Return the limits of a round's drafts. Drafts may reach into later blocks. They leave at
-        least one mask token for the round's last step, which is never drafted."""
+        """Return the limits of a round's drafts. Drafts may reach into later blocks. Drafts leave
+        at least one mask token, because the token of the round's last step is never drafted."""
         max_writes = min(MAX_MASKED_DRAFT_LENGTH, len(sequence.masked_positions) - 1)
         return sequence.make_plan(self.block_length, max_writes)
 
@@ -126,7 +126,8 @@ class DualCacheView:
     buffer: torch.Tensor  # (2 * num_layers, rows, capacity, num_heads, head_size)
     cache_rows: torch.Tensor  # (B,), the row of each sequence in `buffer`
     length: int  # number of positions of the longest sequence
-    is_full: bool  # whether the pass computes whole sequences
+    # whether the pass computes all positions of the sequences, not only their current blocks
+    is_full: bool
 
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer: int
@@ -173,14 +174,14 @@ class DualCachePasses:
     The blocks of all states of a sequence are concatenated. Each block attends to itself, and to
     the cached positions outside the block. If a round begins with a full step, one pass computes
     the whole sequence in its current state, and the blocks of the other states. These blocks attend
-    to the new keys and values of the whole sequence.
+    to the keys and values that the same pass computes for the whole sequence.
     """
 
     def __init__(self, model: MaskedModel, options: MaskedConfig, capacity: int) -> None:
         self.model = model
         self.block_length = options.block_length
-        # Number of computed positions per block. The outputs of a shifted model predict the next
-        # position, so they start one position before the block.
+        # Number of computed positions per block. A shifted model predicts the token at the next
+        # position, so its computed positions start one before the block.
         self.width = self.block_length + int(model.shifted)
         self.buffer = model.allocate_cache(options.max_num_seqs, capacity)
 
@@ -264,7 +265,7 @@ class DualCachePasses:
         block.
 
         starts: the first computed position of each sequence's block
-        skips_first_state: whether the pass computes whole sequences
+        skips_first_state: whether the pass computes all positions of the sequences, not only blocks
         """
         blocks = []
         for task, start in zip(tasks, starts, strict=True):
@@ -281,7 +282,7 @@ class DualCachePasses:
 
         starts: the first computed position of each sequence's block
         length: number of columns of a whole sequence; they come before the blocks in a full pass
-        is_full: whether the pass computes whole sequences
+        is_full: whether the pass computes all positions of the sequences, not only blocks
         """
         shift = int(self.model.shifted)
         outputs = []
@@ -314,7 +315,7 @@ class DualCachePasses:
         block_starts: (B, 1), the first computed position of each sequence's block
         length: number of key positions for a whole sequence
         blocks_length: number of key positions for all blocks of a sequence
-        is_full: whether the pass computes whole sequences
+        is_full: whether the pass computes all positions of the sequences, not only blocks
         """
         key = torch.arange(length + blocks_length, device=block_starts.device)  # (num_keys,)
         is_row = key < length

@@ -16,12 +16,11 @@ from infer.masked.ngram_statistics import SequenceStatistics
 
 @dataclass
 class MaskedDecodeStats(DecodeStats):
-    """The cost of decoding one sequence. A round is one forward pass over the sequence and drafted
-    copies of it. `histogram[i]` is the number of rounds that wrote i + 1 tokens."""
+    """Statistics of decoding one sequence. A round is one forward pass over the sequence and
+    drafted copies of it. `histogram[i]` is the number of rounds that wrote i + 1 tokens."""
 
-    # Number of written tokens, counted in whole blocks. Step-by-step decoding needs one forward
-    # pass for each. The output keeps only the first `tokens` of them; the others come after its
-    # end.
+    # Number of written tokens, including those after the end of the output, which are cut off.
+    # Step-by-step decoding would need one forward pass for each of them.
     written: int = 0
 
     @property
@@ -45,7 +44,8 @@ class MaskedSequence(Sequence):
     predictions: Predictions = field(default_factory=dict)
     statistics: SequenceStatistics = field(default_factory=lambda: SequenceStatistics({}))
     cache_row: int = 0  # row of the sequence in the engine's KV cache
-    # Only with cache=dual: whether the next step computes the whole sequence, not only a block.
+    # Used only with cache=dual: whether the next step computes all positions of the sequence, not
+    # only a block.
     is_full_step: bool = True
 
     def __post_init__(self) -> None:

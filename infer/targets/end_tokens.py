@@ -97,7 +97,7 @@ def find_turn_end_id(tokenizer: "PreTrainedTokenizerBase", template: str) -> int
         after_inner_answer = render_after_answer([*chat, question])
         after_last_answer = render_after_answer(chat)
         if not after_last_answer.strip():
-            # Some templates write the end of a turn only when the next turn begins.
+            # Some templates write the token that ends a turn only when another turn follows.
             after_last_answer = render_after_answer(chat, add_generation_prompt=True)
     except Exception:  # noqa: BLE001  a template is a program and can raise any exception
         return None
@@ -115,8 +115,8 @@ def find_turn_end_id(tokenizer: "PreTrainedTokenizerBase", template: str) -> int
 
 
 def find_leading_tokens(text: str, tokens: Collection[str]) -> list[str]:
-    """Return the tokens at the beginning of a text, in order, up to the first text that is not one
-    of `tokens`. Whitespace between tokens is skipped."""
+    """Return which of the strings `tokens` a text begins with, in order. The search ends where the
+    text continues with anything but one of `tokens` or whitespace."""
     if not tokens:
         return []
     choices = "|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True))

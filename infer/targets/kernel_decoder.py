@@ -1,6 +1,6 @@
-"""The kernel decoder: our own implementation of decoder layers on the operations of
-`infer.kernels`. It runs targets, and also drafters while they decode. It computes the same as
-Hugging Face's layers.
+"""The kernel decoder: our own implementation of decoder layers, which calls the operations of
+`infer.kernels`. It runs targets, and also drafters during decoding. Its outputs are those of
+Hugging Face's layers, up to rounding.
 
 Queries, keys and values come from one matmul; the gate and up projections come from another. Rotary
 angles are looked up in a table and applied to queries and keys together. The query heads that share
@@ -8,9 +8,9 @@ a key head are packed into the query axis, so that keys and values are never rep
 is written in place.
 
 The decoder supports layers like those of Llama: RMS norms, rotary positions with any scaling,
-grouped query heads, norms of queries and keys, biases, sliding windows and gated MLPs. Any other
-MLP, such as a mixture of experts, is called as a module. `Target.kernel_decoder` compares every
-layer with Hugging Face's layer before the decoder is used.
+grouped query heads, norms of queries and keys, biases, sliding windows and gated MLPs. For any
+other MLP, such as a mixture of experts, it calls the Hugging Face module. `Target.kernel_decoder`
+compares every layer with Hugging Face's layer before the decoder is used.
 """
 
 from collections.abc import Callable, Iterable

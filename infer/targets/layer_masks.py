@@ -44,8 +44,9 @@ def build_tree_masks(
     positions: (B, num_nodes) int64, absolute position of every node
     cached_lengths: (B,) int64, number of cached positions of every batch row
 
-    No mask is needed if all batch rows have the same cached length and every tree consists only of
-    its root. In this most frequent case, every query attends to every key.
+    If all batch rows have the same cached length and every tree consists only of its root, every
+    query attends to every key. The masks are then marked with `sees_all_keys`, and attention skips
+    them.
     """
     sees_all_keys = ancestors.shape[1] == 1 and cache_view.cache.has_uniform_lengths
     make_mask = partial(

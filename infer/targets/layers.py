@@ -1,6 +1,6 @@
 """Conversion of a target's Hugging Face layers to layers of our own decoder
-(`infer.targets.kernel_decoder`). This module decides which layers our decoder supports, and takes
-their weights."""
+(`infer.targets.kernel_decoder`). This module decides which layers our decoder supports, and builds
+our layers from their weights."""
 
 from collections.abc import Callable
 from copy import copy
@@ -49,8 +49,9 @@ def equals_up_to_rounding(
     """Return whether two tensors of the same shape differ only by rounding.
 
     int8: whether the tensors were computed with int8 weights
-    residual_norm: norm of the residual stream if both tensors were once added to it; the addition
-        has rounded them, so the tolerance grows with this norm
+    residual_norm: norm of the residual stream, if each tensor was computed as the difference of two
+        residual streams. The rounding error of such a difference grows with this norm, and so does
+        the tolerance.
     """
     rtol = LOW_PRECISION_RTOL
     if not int8:
@@ -68,7 +69,7 @@ def select_output_features(linear: nn.Module, output_ids: torch.Tensor) -> nn.Mo
     selected = copy(linear)
     selected._parameters = linear._parameters.copy()
     for name, weight in linear.named_parameters():
-        if name != "smooth":  # `smooth` has one entry per input, not per output
+        if name != "smooth":  # `smooth` (of int8 layers) has one entry per input, not per output
             selected_weight = nn.Parameter(weight.data[output_ids], requires_grad=False)
             selected._parameters[name] = selected_weight
     return selected
@@ -91,13 +92,12 @@ def join_linears(modules: list[nn.Module]) -> object:
     if hasattr(first, "can_join"):
         if not first.can_join(modules):
             raise UnsupportedLayer(
-                "int8 layers with a common input that they quantise with different scales or bit "
-                "widths, which our decoder does not support"
+                "our decoder does not support int8 layers with a common input that they quantise with different scales or bit widths"
             )
         return first.join(modules, join_in_place)
     if any(type(module) is not nn.Linear for module in modules):
         raise UnsupportedLayer(
-            f"projections of a class that our decoder does not support ({type(first).__name__})"
+            f"our decoder does not support projections of the class {type(first).__name__}"
         )
     linears = cast(list[nn.Linear], modules)
     bias = None
@@ -164,7 +164,9 @@ def convert_norm(module: nn.Module) -> RMSNormWeights:
         for norm in (RMSNormWeights(weight, eps), RMSNormWeights(weight.float() + 1, eps)):
             if equals_up_to_rounding(reference.rms_norm(states, norm), module(states)):
                 return norm
-    raise UnsupportedLayer(f"unsupported norms ({type(module).__name__})")
+    raise UnsupportedLayer(
+        f"our decoder does not support norms of the class {type(module).__name__}"
+    )
 
 
 def convert_mlp(module: nn.Module, kernels: Kernels) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -210,7 +212,7 @@ def convert_layer(
     has_all_children = children.keys() >= {"self_attn", "mlp"}
     if norm_names not in (LLAMA_NORM_NAMES, GEMMA2_NORM_NAMES) or not has_all_children:
         raise UnsupportedLayer(
-            f"layers whose components our decoder does not support ({', '.join(sorted(children))})"
+            f"our decoder does not support layers with the submodules {', '.join(sorted(children))}"
         )
     attention: Any = children["self_attn"]
     mlp_norm = children["post_attention_layernorm"]
@@ -228,10 +230,10 @@ def convert_layer(
     projections = [attention_children[name] for name in names if name in attention_children]
     if len(projections) < len(names):
         raise UnsupportedLayer(
-            "attention projections with names that our decoder does not know "
-            f"({type(attention).__name__})"
+            f"our decoder does not know the names of the projections in attention modules of the class {type(attention).__name__}"
         )
-    # Convert norms first: `join_linears` below moves weights, and an unsupported norm raises.
+    # Convert the norms first. If one is not supported, this raises an exception before
+    # `join_linears` below has moved weights.
     qk_norm = convert_qk_norm(attention, num_heads, num_key_heads)
     return DecoderLayer(
         kernels=kernels,
@@ -263,7 +265,7 @@ def convert_qk_norm(attention: Any, num_heads: int, num_key_heads: int) -> RMSNo
     key_norm = convert_norm(children["k_norm"])
     if any(len(norm.weight) != attention.head_dim for norm in (query_norm, key_norm)):
         raise UnsupportedLayer(
-            "query or key norms over several heads together, which our decoder does not support"
+            "our decoder does not support query or key norms over several heads together"
         )
     query_weight = query_norm.weight.expand(num_heads, -1)
     key_weight = key_norm.weight.expand(num_key_heads, -1)

@@ -66,10 +66,7 @@ TARGET_DTYPES = {
     "float64": torch.float64,
 }
 NVIDIA_DEVICE_FILE = Path("/dev/nvidia0")
-UNUSABLE_GPU_TORCH_HINT = (
-    f"torch {torch.__version__} (CUDA {torch.version.cuda}) can use; install a torch that is "
-    "built for the driver's CUDA version"
-)
+UNUSABLE_GPU_TORCH_HINT = f"torch {torch.__version__} (CUDA {torch.version.cuda}) can use; install a torch that is built for the driver's CUDA version"
 
 
 def resolve_device(name: str) -> torch.device:
@@ -81,8 +78,7 @@ def resolve_device(name: str) -> torch.device:
         hides_gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
         if NVIDIA_DEVICE_FILE.exists() and not has_cuda and not hides_gpus:
             raise ValueError(
-                f"{NVIDIA_DEVICE_FILE} exists, but this machine has no GPU that "
-                f"{UNUSABLE_GPU_TORCH_HINT}, or choose the CPU with target.device=cpu"
+                f"{NVIDIA_DEVICE_FILE} exists, but this machine has no GPU that {UNUSABLE_GPU_TORCH_HINT}, or choose the CPU with target.device=cpu"
             )
         return torch.device("cuda" if has_cuda else "cpu")
     try:
@@ -99,8 +95,7 @@ def resolve_device(name: str) -> torch.device:
         raise ValueError(f"target.device={name}: there is no GPU that {UNUSABLE_GPU_TORCH_HINT}")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(
-            f"target.device={name}: this machine has {torch.cuda.device_count()} GPUs, numbered "
-            "from 0; use one of them"
+            f"target.device={name}: this machine has {torch.cuda.device_count()} GPUs, numbered from 0; use one of them"
         )
     return device
 
@@ -199,9 +194,7 @@ def explain_load_errors(path: str, failure: str = MODEL_LOAD_FAILURE_MESSAGE) ->
             raise
         if not folder.is_dir() and isinstance(error, (OSError, ValueError)):
             raise FileNotFoundError(
-                f"target.path={path}: found neither as a local folder nor on the model hub. "
-                "Download the model once on a machine with network access, then set "
-                "target.path=/path/to/folder"
+                f"target.path={path}: found neither as a local folder nor on the model hub. Download the model once on a machine with network access, then set target.path=/path/to/folder"
             ) from error
         if folder.is_dir() and not (folder / "config.json").is_file():
             raise FileNotFoundError(
@@ -250,16 +243,15 @@ def load_target(
     quantization: "none", or "int8" for 8-bit weights and matmuls on a CPU (`infer.int8_cpu`)
 
     Raises FileNotFoundError if a file is missing. Raises ValueError for damaged files, for weights
-    that do not match config.json or are not finite, and for quantised weights that this machine
-    cannot run. Raises OSError if a folder of the hub's cache cannot be written.
+    that do not match config.json or are not finite, and for quantised weights if their kernels do
+    not run on this machine. Raises OSError if a folder of the hub's cache cannot be written.
     """
     logging.disable_progress_bar()
     torch_device = resolve_device(device)
     if quantization == "int8" and only_layers is None:
         if torch_device.type != "cpu":
             raise ValueError(
-                f"target.quantization=int8 runs only on a CPU, not on {torch_device}; set "
-                "target.device=cpu"
+                f"target.quantization=int8 runs only on a CPU, not on {torch_device}; set target.device=cpu"
             )
         package = load_int8_package()
         return package.load_int8_target(path, trust_remote_code, chat_template_kwargs)
@@ -274,7 +266,8 @@ def load_target(
         model = build_meta_model(config, **options)
     refuse_unsupported_modules(model)
     if only_layers is not None:
-        # Quantised decoder layers cannot be loaded separately, so none is loaded.
+        # Single decoder layers of a quantised model cannot be loaded, so no decoder layer is
+        # loaded.
         layers = () if is_quantized else only_layers
         files = find_safetensors_files(path, Path(get_local_weights_folder(path)))
         load_layers_embedding_and_head(path, files, model, layers, torch_dtype, torch_device)
@@ -315,8 +308,7 @@ def read_local_shapes(path: str, config: PretrainedConfig) -> dict[str, Shape]:
     num_layers = config.get_text_config().num_hidden_layers
     if shapes and num_layers > len(shapes):
         raise ValueError(
-            f"target.path={path}: config.json has num_hidden_layers={num_layers}, more than the "
-            f"{len(shapes)} tensors of the weight files allow; {DOWNLOAD_AGAIN_HINT}"
+            f"target.path={path}: config.json has num_hidden_layers={num_layers}, more than the {len(shapes)} tensors of the weight files allow; {DOWNLOAD_AGAIN_HINT}"
         )
     return shapes
 
@@ -383,7 +375,7 @@ def load_model(
     if quantization is None:
         return load_and_check_model(path, options).to(cast(Any, device))
     if quantization["quant_method"] == INT8_QUANT_METHOD:
-        load_int8_package()  # the import registers the method with transformers
+        load_int8_package()  # the import registers our int8 quantisation with transformers
         return load_and_check_model(path, options)
     options = options | {"device_map": {"": device}}
     return load_and_check_model(path, options, "quantised weights do not run on this machine")

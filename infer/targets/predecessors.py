@@ -129,9 +129,9 @@ class Predecessors:
         """Return the indices of the inputs that a causal convolution reads for each new position.
 
         The list has one tensor (B, 1, num_positions) for each weight of the kernel, last weight
-        first: the index of the position itself, then of its predecessor, and so on. Indices refer
-        to this concatenation: one zero, kernel_size - 1 inputs from the convolution state, the new
-        inputs.
+        first: the index of the position itself, then of its predecessor, and so on. The indices are
+        those of a concatenation of three parts: a zero, the kernel_size - 1 inputs in the
+        convolution state, and the new inputs.
         """
         if kernel_size in self._conv_input_indices:
             return self._conv_input_indices[kernel_size]

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 # Value of a config's `layer_types` for layers in which a query attends only to positions of its own
 # chunk (Llama 4).
 CHUNKED_ATTENTION_LAYER_TYPE = "chunked_attention"
-# Values of a config's `layer_types` for attention layers. A mask over all cached positions can
-# express their attention.
+# Values of a config's `layer_types` for attention layers. Their attention can be written as a mask
+# over all cached positions.
 ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention", CHUNKED_ATTENTION_LAYER_TYPE}
 # Values of a config's `layer_types` for layers that keep a recurrent or convolution state.
 RECURRENT_LAYER_TYPES = ("linear_attention", "conv", "hybrid", "mamba", "recurrent")
@@ -149,13 +149,13 @@ def get_rope_parameters(config: "PretrainedConfig") -> dict[str, Any]:
 
 
 def get_max_length_with_fixed_rope(config: "PretrainedConfig") -> int | None:
-    """Return the largest sequence length up to which a target's rotary angles and query scales stay
-    the same. None means that they never change.
+    """Return the largest supported sequence length of a target whose rotary angles or query scales
+    change beyond some length. None means that they never change.
 
     With the rope types longrope and dynamic, the rotary angles of all positions change when the
     sequence becomes longer. Llama 4 multiplies queries by a factor that depends on the position.
-    transformers takes the index in the cache as this position, so that only lengths with the factor
-    1 are supported.
+    transformers uses the index in the cache as the position, which is wrong for draft trees and
+    packed sequences. Therefore only lengths up to which the factor is 1 are supported.
     """
     if get_first_truthy_setting(config, "attn_temperature_tuning") and not all(
         config.no_rope_layers
@@ -173,9 +173,7 @@ def refuse_length_dependent_rope(config: "PretrainedConfig", length: int, remedy
     max_length = get_max_length_with_fixed_rope(config)
     if max_length is not None and length > max_length:
         raise ValueError(
-            f"{length} positions are needed, but this target's rotary angles or its "
-            f"position-dependent query scales change beyond {max_length} positions, which is not "
-            f"supported; {remedy}"
+            f"{length} positions are needed, but this target's rotary angles or its position-dependent query scales change beyond {max_length} positions, which is not supported; {remedy}"
         )
 
 
@@ -217,8 +215,7 @@ def refuse_unsupported(config: "PretrainedConfig") -> None:
 
     def refuse(feature: str) -> NoReturn:
         raise ValueError(
-            f"this target ({config.model_type}) has {feature}, so that draft trees cannot be "
-            "verified with it; use another target"
+            f"this target ({config.model_type}) has {feature}, so that draft trees cannot be verified with it; use another target"
         )
 
     if get_first_truthy_setting(config, "is_encoder_decoder"):
@@ -272,23 +269,19 @@ def refuse_unsupported_modules(model: "PreTrainedModel") -> None:
     num_layers = 0 if layers is None else len(cast(nn.ModuleList, layers))
     if num_layers != config.num_hidden_layers:
         raise ValueError(
-            f"this target ({config.model_type}) has no single list of decoder layers, so their "
-            "hidden states cannot be read; use another target"
+            f"this target ({config.model_type}) has no single list of decoder layers, so their hidden states cannot be read; use another target"
         )
     class_name = find_unsupported_recurrent_class_name(decoder)
     if class_name is not None:
         raise ValueError(
-            f"this target ({config.model_type}) has recurrent layers of an unsupported form "
-            f"({class_name}), so that draft trees cannot be verified with it; use another target"
+            f"this target ({config.model_type}) has recurrent layers of an unsupported form ({class_name}), so that draft trees cannot be verified with it; use another target"
         )
     head = model.get_output_embeddings()
     if head is None or "bias" in dict(head.named_parameters()):
         raise ValueError(
-            f"this target ({config.model_type}) has no language model head, or a head with a bias, "
-            "which is not supported; use another target"
+            f"this target ({config.model_type}) has no language model head, or a head with a bias, which is not supported; use another target"
         )
     if config._attn_implementation not in ("eager", "sdpa"):
         raise ValueError(
-            f"attention implementation {config._attn_implementation} does not support the masks "
-            "of draft trees; load the target with attn_implementation='eager' or 'sdpa'"
+            f"attention implementation {config._attn_implementation} does not support the masks of draft trees; load the target with attn_implementation='eager' or 'sdpa'"
         )

@@ -46,7 +46,8 @@ from infer.trees.tree import DraftTree
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# All backends but cuDNN, which spends 40 ms on planning for every new sequence length.
+# all attention backends of PyTorch except cuDNN, which needs 40 ms of planning for every new
+# sequence length
 SDPA_BACKENDS_WITHOUT_CUDNN = [
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
@@ -115,8 +116,8 @@ class Target:
     tokenizer: "PreTrainedTokenizerBase | None" = None
     name: str = "target"
     # Whether the layers are sharded over several processes (`infer.targets.loading.shard_target`).
-    # All processes must then run every forward pass together, so none of them may stop by its own
-    # clock.
+    # All processes must then run every forward pass together, so no process may stop earlier than
+    # the others because of a time limit.
     is_sharded: bool = False
 
     def __post_init__(self) -> None:
@@ -134,7 +135,8 @@ class Target:
         self.has_recurrent_layers = patch_recurrent_modules(self.decoder)
         self.weight_watcher = WeightWatcher(self.model)
         self.weight_version = 0  # number of detected weight changes
-        # Keys are drafters, values are measured times of forward passes (`infer.engine.budget`).
+        # Keys are drafters, values are measured times of forward passes
+        # (`infer.engine.round_cost.Calibration`).
         self.cost_calibrations = weakref.WeakKeyDictionary()
         self._reference_parameter = first_float_parameter(self.embedding)
         self._residual_stream = self.config.to_dict().get("altup_active_idx")
@@ -248,8 +250,7 @@ class Target:
         except failures as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ValueError(
-                f"this target ({self.config.model_type}) does not run on this machine ({reason}); "
-                "use another target or device"
+                f"this target ({self.config.model_type}) does not run on this machine ({reason}); use another target or device"
             ) from error
         return cache_view.shapes
 
@@ -336,9 +337,10 @@ class Target:
 
     @cached_property
     def context_length_matching_weight_cost(self) -> float:
-        """Return the context length at which, for one position, attention takes as many
-        multiplications as the layers' weights. The language model head is not counted. In a mixture
-        of experts, only the experts that one position uses are counted."""
+        """Return the context length at which one position needs as many multiplications for
+        attention as for the matmuls with the weights of the decoder layers. The language model head
+        is not counted. In a mixture of experts, only the experts that one position uses are
+        counted."""
         experts_per_token = get_first_truthy_setting(self.config, "num_experts_per_tok") or 1
         weight_macs = 0
         for weight in get_decoder_layers(self.decoder).parameters():
@@ -347,7 +349,7 @@ class Target:
             elif weight.ndim == 3:  # (num_experts, outputs, inputs)
                 weight_macs += experts_per_token * weight.numel() // len(weight)
         head_sizes = [size for pair in self.cache_shapes.attention.values() for _, size in pair]
-        # Number of multiplications of attention per context position.
+        # number of multiplications for attention to one context position, in all layers
         attention_macs = self.config.num_attention_heads * sum(head_sizes)
         return weight_macs / attention_macs if attention_macs else math.inf
 
@@ -370,7 +372,8 @@ class Target:
             layer_types = self.config.layer_types
         try:
             with get_model_lock(self.model):
-                # Building the decoder moves weights, so the checks come after it.
+                # Check the target only after its decoder was built, because building it moves
+                # weights.
                 decoder = build_kernel_decoder(
                     self.decoder,
                     layer_types,
@@ -381,14 +384,12 @@ class Target:
                 )
                 if not self.cache_shapes.has_only_uniform_attention:
                     raise UnsupportedLayer(
-                        "layers whose keys and values have different sizes, which our decoder does "
-                        "not support"
+                        "our decoder does not support layers whose keys and values have different sizes"
                     )
                 compare_with_transformers(self, decoder)
         except UnsupportedLayer as error:
             warnings.warn(
-                f"{self.name} runs through transformers' own layers, which may be slower, "
-                f"because it has {error}",
+                f"{self.name} runs through transformers' own layers, which may be slower than our own decoder. Reason: {error}",
                 stacklevel=2,
             )
             return None
@@ -538,12 +539,12 @@ def compare_with_transformers(
             actual - states, expected - states, target.is_int8, float(states.norm())
         ):
             raise UnsupportedLayer(
-                f"layers that compute other outputs than our decoder's ({type(module).__name__})"
+                f"our decoder computes other outputs than a layer of class {type(module).__name__}"
             )
         states = expected
     last_normed = decoder.kernels.rms_norm(states, decoder.final_norm)
     if not equals_up_to_rounding(last_normed, last.flatten(0, 1), target.is_int8):
-        raise UnsupportedLayer("a final norm that computes another output than our decoder's")
+        raise UnsupportedLayer("our decoder computes another output than the target's final norm")
 
 
 def pad_token_ids(rows: list[list[int]], device: torch.device) -> torch.Tensor:

@@ -228,6 +228,6 @@ def test_a_token_that_does_not_exist_is_refused_in_a_sentence(make_tiny):
     target, drafter = make_tiny()
     for invalid_id in (97, -1, 2**40):
         with pytest.raises(
-            ValueError, match=f"token {invalid_id} does not exist, the model has 0 to 96"
+            ValueError, match=f"token id {invalid_id}, but the model has only the ids 0 to 96"
         ):
             generate(target, drafter, [3, invalid_id, 4], max_new_tokens=4)

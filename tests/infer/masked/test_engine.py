@@ -217,7 +217,7 @@ def test_models_and_methods_of_two_kinds_do_not_mix(make_masked, make_tiny, fold
         generate(model, None, [1, 2], max_new_tokens=8, processors=[lambda ids, scores: scores])
     with pytest.raises(ValueError, match="every prompt needs at least one token"):
         generate(model, None, [[]], max_new_tokens=8)
-    with pytest.raises(ValueError, match="token 64 does not exist, the model has 0 to 63"):
+    with pytest.raises(ValueError, match="token id 64, but the model has only the ids 0 to 63"):
         generate(model, None, [64], max_new_tokens=8)
     with pytest.raises(ValueError, match="may take 129 positions together, and the target has 128"):
         generate(model, None, [1] * 113, max_new_tokens=15)  # 15 tokens take blocks of 16 positions
@@ -422,8 +422,7 @@ def test_remote_code_and_weights_that_do_not_match_are_refused_in_one_sentence(
     head = weights.pop("model.transformer.ff_out.weight")
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(
-        ValueError,
-        match="only in the model's code, for example model.transformer.ff_out.weight",
+        ValueError, match="only in the model's code, for example model.transformer.ff_out.weight"
     ):
         load_masked(str(folder), "float32", "cpu", trust_remote_code=True)
     save_file(weights | {"head": head}, folder / "model.safetensors", metadata={"format": "pt"})
