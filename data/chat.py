@@ -113,7 +113,7 @@ def normalise_example(record: object, with_answer: bool = True) -> dict[str, Any
     - {"text"}
 
     Raises InvalidExample if the record is malformed. Raises ExcludedExample if the record has
-    nothing to train on, or has no question and `with_answer` is False.
+    nothing to train on, and, if `with_answer` is False, if the record has no question.
     """
     fields = rename_keys(record, COLUMN_ALIASES, "an example must be a JSON object")
     prompt = fields.get("prompt", "")
@@ -129,7 +129,8 @@ def normalise_example(record: object, with_answer: bool = True) -> dict[str, Any
 
     if not {"text", "response", "prompt"} & fields.keys():
         raise InvalidExample(
-            "an example must have messages, conversations, text, or prompt and response"
+            'an example must have the key "messages", "conversations" or "text", or the keys '
+            '"prompt" and "response"'
         )
     text = fields.get("text", response)
     for value in (text, prompt):

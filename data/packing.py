@@ -60,7 +60,7 @@ def ignore_progress(done: int, total: int) -> None:
 def tokenize_example(
     example: dict, tokenizer: "PreTrainedTokenizerBase", max_length: int
 ) -> list[Segment]:
-    """Tokenise an example, and split its token ids and loss mask into segments.
+    """Tokenise an example. Return its token ids and loss mask, split into segments.
 
     In a chat, the answers and their end tokens carry loss. In plain text, the text carries loss and
     the prompt does not. An end-of-text token with loss is appended to a plain text unless the text

@@ -73,8 +73,8 @@ class DataConfig:
         of the data set and its README.md
     split: split of the data set, with source 'hub'
     datasets: with source 'mixture' the data sets, each with path, split and weight; the number of
-        examples of each data set is proportional to its weight, and limited by the smallest data
-        set
+        examples of each data set is proportional to its weight. All examples of the data set that
+        is smallest relative to its weight are used
     length: number of tokens of a packed sequence; longer texts are split
     max_examples: maximum number of examples to read; null reads all. With source 'self', the number
         of questions to generate
@@ -448,10 +448,10 @@ def _read_stdlib_examples(
 def read_questions(
     config: DataConfig, counts: ExampleCounts | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Yield the examples of all data sets for which the target has to generate new answers.
+    """Yield the examples to which `./launch.sh regenerate` lets the target generate new answers.
 
-    A chat ends with its last question. At most data.max_examples examples of each data set are
-    yielded.
+    A chat from the user's files or from the hub ends with its last question. At most
+    data.max_examples examples of each data set are yielded.
 
     counts: updated with the numbers of used and unused examples while the examples are read
 
@@ -467,7 +467,8 @@ def read_questions(
         yield from islice(examples, config.max_examples)
     if not counts.used:
         raise ValueError(
-            f"data.path={config.path} contains no question to answer; {counts.summarise()}"
+            f"data.path={config.path} contains no example that the target could answer; "
+            f"{counts.summarise()}"
         )
 
 

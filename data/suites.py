@@ -242,7 +242,7 @@ SPEED_BENCH_QUESTION_SETS = (
     *map(_build_throughput_question_set, SPEED_BENCH_PROMPT_LENGTHS),
 )
 
-# Some questions must not be copied. SPEED-Bench on the hub has a text with this prefix instead.
+# SPEED-Bench on the hub lacks the text of some questions and has a text with this prefix instead.
 WITHHELD_TEXT_PREFIX = "FULL BENCHMARK DATA SHOULD BE FETCHED"
 
 # Keys are names of suites, values are their public question sets. The suite `files` has none: it
@@ -470,8 +470,8 @@ def build_chat(question_set: QuestionSet | None, location: str, record: object) 
         missing = [name for name in question_set.columns if name not in row]
         if missing:
             raise ValueError(
-                f"{location}: a row of {question_set.title} must have a column {missing[0]}, or a "
-                "column turns with a list of texts"
+                f'{location}: a row of {question_set.title} must have a column "{missing[0]}", or '
+                'a column "turns" whose value is a list of texts'
             )
         return build_user_turns(question_set.format_turns(row))
 
@@ -481,7 +481,8 @@ def build_chat(question_set: QuestionSet | None, location: str, record: object) 
     )
     if not turns or not is_list_of_texts:
         raise ValueError(
-            f"{location}: a row must be a JSON object with the key turns and a list of texts"
+            f'{location}: a row must be a JSON object with the key "turns", whose value is a '
+            "list of texts"
         )
     if any(text.startswith(WITHHELD_TEXT_PREFIX) for text in turns):
         raise ValueError(

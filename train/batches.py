@@ -92,7 +92,8 @@ def first_sequence_index(
     from 0.
 
     The index depends on the arguments only. A resumed run therefore needs no saved position in the
-    data. A step has the same sequences for every number of processes.
+    data. All processes together read the same sequences in a step, however many processes there
+    are.
     """
     micro_batch_size, _ = split_batch(config, world_size)
     return step * config.optim.batch_size + (micro_step * world_size + rank) * micro_batch_size

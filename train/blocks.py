@@ -38,7 +38,7 @@ def find_anchor_candidates(loss: torch.Tensor, documents: torch.Tensor) -> torch
 
     The block's first token (the anchor) and the token after it must be tokens to learn. The tokens
     before and after the anchor must belong to the anchor's document. The token before the anchor is
-    required because a prompt precedes every block in decoding, too.
+    required because in decoding a block never starts at the first token of a sequence.
     """
     candidates = torch.zeros_like(loss)
     same_document = documents[:, :-1] == documents[:, 1:]
@@ -73,7 +73,8 @@ def draw_anchors(
 
     loss: (B, num_tokens) bool, whether the token is to be learned.
     documents: (B, num_tokens) document number of each token, -1 for padding.
-    jitter: (B, num_slots) uniform random numbers in [0, 1). Each slot can get one anchor.
+    jitter: (B, num_slots) uniform random numbers in [0, 1), one per slot. A slot gets at most one
+    anchor.
     max_per_document: maximum number of anchors in a document, None for no limit.
 
     Returns two tensors of shape (B, num_slots): the sorted token positions of the anchors, int64,

@@ -33,13 +33,14 @@ class ObjectiveConfig:
     position_weights: how position t is weighted. 'gamma' is gamma**(t - 1) (DART, section 3.3);
         'exponential' is exp(-(t - 1) / gamma) (DFlash); 'dpace' uses estimated probabilities that
         the block's drafts are accepted (D-PACE), see `dpace_weights` in train/divergences.py
-    gamma: the number gamma in position_weights=gamma (DART's table 4 uses 0.6) and
-        position_weights=exponential (DFlash uses 7 for block size 16 and 4 for block size 8)
+    gamma: the number gamma in the formulas of position_weights. With 'gamma', DART's table 4 uses
+        0.6. With 'exponential', DFlash uses 7 for block size 16 and 4 for block size 8
     marginal_weight: weight of an additional loss term, for a drafter with a conditional head (the
         part that conditions a token on the one before it). The term is the divergence between the
         target and the drafter's logits without the head's correction
-    chunk_rows: number of drafted positions whose logits are in memory at the same time. Up to four
-        tensors of this size exist; each needs 150 MB for 256 positions and 151,936 tokens
+    chunk_rows: number of drafted positions whose logits are in memory at the same time. There are
+        up to four tensors with one float32 number per position and token of the vocabulary. Each
+        needs 150 MB for 256 positions and 151,936 tokens
     """
 
     divergence: str = "kl"
@@ -72,16 +73,16 @@ class OptimConfig:
     name: 'adamw', or 'muon', which trains matrices with Muon and all other parameters with AdamW.
         muon needs deepspeed.stage=0
     lr: peak learning rate
-    betas: AdamW's two decay rates of the moments
+    betas: AdamW's decay rates of the first and the second moment
     warmup_ratio: length of the warm-up as a fraction of the run
     max_grad_norm: gradients whose norm is larger are scaled down to this norm
     batch_size: packed sequences per step, in all processes together
     micro_batch_size: packed sequences per forward pass of a process. Gradients are accumulated over
         the forward passes of a step. null means one forward pass per step
-    epochs: length of the run in epochs, used if steps and max_minutes are null
+    epochs: length of the run in epochs, if steps and max_minutes are null
     steps: length of the run in steps. null means that the option epochs decides
-    max_minutes: length of the run in minutes, used instead of steps and epochs. Only the time of
-        training steps counts. Preparation, evaluations and saves do not count
+    max_minutes: length of the run in minutes. If it is set, the options steps and epochs are
+        ignored. Only training steps count, not preparation, evaluations and saves
     clock: how max_minutes is measured. 'wall' is wall-clock time. 'processor' is the CPU time of
         the main thread, on which other programs have no influence. On a GPU, 'processor' means the
         same as 'wall'
@@ -151,7 +152,7 @@ class FeaturesConfig:
 
     out: the folder that the command writes
     store_dtype: dtype of the stored hidden states. 'bfloat16', or 'int8' with one scale per vector,
-        which needs half the disk space
+        which needs half as much disk space as 'bfloat16'
     target: the target model, see TargetConfig
     drafter: the drafter that will be trained, see DrafterConfig. Only the hidden states of the
         target layers that this drafter reads are stored
@@ -197,8 +198,8 @@ class TrainConfig:
     compile: whether the drafter's training step runs under torch.compile. null means true on a GPU
         unless deepspeed.stage=3, and false elsewhere
     gradient_checkpointing: whether the backward pass recomputes the drafter's layers, which needs
-        less memory and a third more computation. null means true only if a step would not fit in
-        the device's memory otherwise
+        less memory, but a third more computation than without recomputation. null means true only
+        if a step would not fit in the device's memory otherwise
     self_check: before training, compute the loss of a few blocks of the first batch also in a
         slow, independent way, and compare both results
     stall_timeout_minutes: end the run if no step or evaluation has made progress for this number

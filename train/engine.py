@@ -36,8 +36,8 @@ def target_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
     """Return the dtype of the frozen target in training steps.
 
     On a CPU with target.dtype=auto, this is the dtype of the drafter's matmuls (`compute_dtype`).
-    Evaluations on a CPU with target.dtype=auto use float32 instead, so that their outputs are
-    exact.
+    Evaluations on a CPU with target.dtype=auto use float32 instead, because in lower precision
+    rounding could change the greedy outputs.
     """
     if config.target.dtype == "auto" and device.type == "cpu" and not config.target.shard:
         return compute_dtype(config, device)
@@ -115,12 +115,12 @@ def build_engine(drafter: Drafter, config: TrainConfig, device: torch.device) ->
 
 
 def step_engine(engine: "DeepSpeedEngine") -> torch.Tensor:
-    """Update the weights after the backward pass of a step's last micro-batch, and return the
-    gradient norm before clipping.
+    """Update the weights if this step's last micro-batch has been computed. Return the gradient
+    norm before clipping, or NaN if further micro-batches follow.
 
-    Call this function after every micro-batch, in place of DeepSpeed's `engine.step()`. Before the
-    last micro-batch, the function only counts the micro-batch and returns NaN. If the gradient norm
-    is not finite, all processes leave weights and optimiser moments unchanged.
+    Call this function after the backward pass of every micro-batch, in place of DeepSpeed's
+    `engine.step()`. If the gradient norm is not finite, all processes leave weights and optimiser
+    moments unchanged.
     """
     no_norm = torch.tensor(float("nan"))
     if not engine.is_gradient_accumulation_boundary():

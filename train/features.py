@@ -126,7 +126,7 @@ def count_stored_bytes(length: int, num_layers: int, hidden_size: int, store_dty
     """Return how many bytes a packed sequence of `length` tokens needs in the stored features.
 
     num_layers: number of target layers whose hidden states are stored, besides the last hidden
-    states. store: the dtype of the stored hidden states, 'bfloat16' or 'int8'.
+    states. store_dtype: their dtype, 'bfloat16' or 'int8'.
     """
     vector_bytes = {
         "bfloat16": 2 * hidden_size,

@@ -86,7 +86,8 @@ def run_steps(run: RunState) -> Path:
             step = metrics["step"]
             skipped_steps = count_consecutive_skips(run, metrics, skipped_steps, log)
 
-            # All processes must take the same decisions. The maximum over all processes decides.
+            # All processes must take the same decisions: whether to stop, and whether to save. They
+            # stop or save if at least one process wants to.
             minutes_since_save = (time.perf_counter() - saved_at) / 60
             save_due = (
                 config.save_interval_minutes is not None
@@ -121,8 +122,8 @@ def run_steps(run: RunState) -> Path:
 
 
 def evaluate_interrupted_checkpoint(run: RunState, log: RunLog) -> None:
-    """When a run is resumed, evaluate its newest checkpoint if the run was stopped before this
-    evaluation was finished."""
+    """Evaluate the checkpoint from which a run is resumed, unless it already has an evaluation. It
+    has none if the run was stopped before or during the evaluation."""
     folder = checkpoint_folder(run.folder, run.schedule.completed_steps)
     if folder.exists() and not (folder / "evaluation/evaluation.json").exists():
         evaluate_newest_checkpoint(run, log)
@@ -165,15 +166,15 @@ def run_step(run: RunState, prefetcher: BatchPrefetcher, log: RunLog) -> dict:
 
 
 def count_consecutive_skips(run: RunState, metrics: dict, skipped_before: int, log: RunLog) -> int:
-    """Return how many steps in a row were skipped up to now; 0 if the last step was not skipped.
+    """Return how many of the last steps were skipped in a row; 0 if the last step was not skipped.
 
     A step is skipped if its loss or gradient is not finite; `metrics["grad_norm"]` is then None.
 
-    metrics: the metrics of the last step, from `run_step`. skipped_before: the number of steps in a
-    row that were skipped directly before the last step.
+    metrics: the metrics of the last step, from `run_step`. skipped_before: the result of this
+    function for the step before the last one.
 
-    If the last step was skipped, its packed sequences are written to the log. Raises RunAborted
-    at MAX_CONSECUTIVE_SKIPPED_STEPS.
+    If the last step was skipped, its packed sequences are written to the log. Raises RunAborted if
+    MAX_CONSECUTIVE_SKIPPED_STEPS steps in a row were skipped.
     """
     if metrics["grad_norm"] is not None:
         return 0

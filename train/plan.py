@@ -94,8 +94,8 @@ class RunEstimate:
 
 
 def estimate_run(config: TrainConfig, hf_config: "PretrainedConfig") -> RunEstimate:
-    """Estimate the memory that each training process needs on this machine's GPU or CPU, or on a
-    GPU elsewhere if target.device=cuda.
+    """Estimate the memory that each training process needs on its device, which the option
+    target.device selects. 'auto' selects a GPU if this machine has one, else the CPU.
 
     hf_config: the target's Hugging Face configuration. Raises ValueError if the batch cannot be
     divided evenly among the processes.
@@ -123,11 +123,11 @@ def estimate_run(config: TrainConfig, hf_config: "PretrainedConfig") -> RunEstim
 
 
 def estimate_process_memory(estimate: RunEstimate) -> float:
-    """Return the peak bytes of a training process on a CPU.
+    """Return the estimated peak memory, in bytes, of a training process on a CPU.
 
-    The estimate includes the loaded libraries, measured as the memory of this process. The peak
-    occurs in a training step or in an evaluation. An evaluation needs a float32 copy of the
-    target's weights, and a second one if training steps do not use float32.
+    The estimate includes the loaded libraries. Their size is the memory that this process uses now.
+    The peak occurs in a training step or in an evaluation. An evaluation needs a float32 copy of
+    the target's weights, and a second one if training steps do not use float32.
     """
     memory = estimate.memory
     float32_copy = FLOAT32_BYTES * estimate.shape.target_parameters
@@ -260,16 +260,16 @@ def print_sizes(config: TrainConfig, estimate: RunEstimate, mask_token: str) -> 
 
 
 def print_memory(estimate: RunEstimate) -> None:
-    """Print the peak memory of a training step: the total, and then each part. On Linux with a CPU,
-    also print the total of a process."""
+    """Print the peak memory of a training step: the total, and then each part. For training on a
+    CPU under Linux, also print the peak memory of a whole training process."""
     print(estimate.memory_line)
     for name, size in estimate.memory.items():
         print(f"           {format_bytes(size):>10}  {name}")
     if estimate.device.type == "cpu" and PROCESS_MEMORY_FILE.exists():
         total = format_bytes(estimate_process_memory(estimate))
         print(
-            f"           {total:>10}  in total for a process, with the loaded libraries and the "
-            "target's copies for an evaluation"
+            f"           {total:>10}  peak memory of a process, including the loaded libraries and "
+            "the target's copies for an evaluation"
         )
 
 

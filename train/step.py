@@ -164,7 +164,7 @@ def compute_drafter_states(
     forward: called in place of the drafter for its forward pass. None means the drafter itself.
 
     The result has the shape (num_blocks, num_queries, hidden_size), where num_queries is the number
-    of positions of a block in the drafter.
+    of input positions of the drafter per block.
     """
     states = compute_packed_block_states(
         drafter, target, batch, blocks.anchors, features.layer_features, forward or drafter
@@ -199,7 +199,7 @@ def compute_loss_from_states(
     labels = drafter.vocabulary.ids_to_columns(blocks.labels.flatten(0, 1))
     if drafter.d2t is not None:
         divergence_weights = weights * (labels >= 0)
-        # The given chunk plan is not valid: it was computed with other weights.
+        # The given chunk plan was computed with other weights, so it is not valid here.
         chunk_plan = None
 
     draft_states = states[:, drafter.first_draft_slot :]

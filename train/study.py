@@ -2,9 +2,9 @@
 trained drafters on the same texts.
 
 A variant is the base configuration with some options changed. Each variant is trained once per
-seed, in an ordinary training run. The texts are the target's greedy answers to held-out prompts.
-A replay lets each drafter draft along these known texts and counts exactly how many tokens it
-commits per round (infer/evaluation/replay.py).
+seed, in an ordinary training run. The texts are the target's greedy answers to held-out prompts. A
+replay computes how many tokens each drafter would commit per round if these texts were decoded with
+it (infer/evaluation/replay.py).
 """
 
 import json
@@ -137,7 +137,7 @@ def run_study(config: StudyCommand) -> None:
 
 
 def train_and_exit(run: TrainConfig) -> None:
-    """Train a drafter as configured in this process, and then end the process."""
+    """Train a drafter with the configuration `run` in this process, and then end the process."""
     from train.main import exit_without_handlers
 
     with exit_without_handlers(), report_errors_and_exit():
@@ -168,7 +168,8 @@ def train_in_subprocess(run: TrainConfig) -> None:
 
 
 class DrafterComparer:
-    """Measures drafters on the same texts: the target's greedy answers to held-out prompts."""
+    """Measures the tokens per round and the seconds per round of several drafters on the same
+    texts. The texts are the target's greedy answers to held-out prompts."""
 
     def __init__(self, config: StudyCommand) -> None:
         """Load the target. If the study's folder has no texts yet, let the target generate and save
@@ -202,7 +203,8 @@ class DrafterComparer:
         self.texts = json.loads(texts_file.read_text())["texts"]
 
     def replay_run(self, run: Path) -> dict:
-        """Compute how many tokens per round the drafter of a training run commits on the texts.
+        """Compute how many tokens per round the drafter of a training run would commit if it
+        decoded the study's texts.
 
         run: the folder of the run; its last checkpoint is used.
 
@@ -273,7 +275,8 @@ def write_study_table(
     study.svg. The variant with the largest acceptance length with trees comes first.
 
     results: keys are variants, values are the results of their runs, from
-        `DrafterComparer.replay_run`. All variants are compared with the first variant.
+        `DrafterComparer.replay_run`. The first variant is the one that all variants are compared
+        with.
     round_seconds: the result of `DrafterComparer.time_rounds`.
     out: the folder to write to.
     """
@@ -314,8 +317,8 @@ def write_study_table(
 def pool_acceptance(
     runs: list[dict], method: str, base_runs: list[dict] | None = None
 ) -> tuple[float, list[float] | None]:
-    """Return the acceptance length of all runs together, and its confidence interval over texts:
-    [low, high], or None with too few texts.
+    """Return the acceptance length over the texts of all runs, and its confidence interval [low,
+    high]. The interval is None if there are too few texts to compute it.
 
     runs: results of `DrafterComparer.replay_run`. method: one of STUDY_METHODS. If `base_runs` is
     given, the ratio of the acceptance lengths of `runs` and `base_runs` and the confidence interval

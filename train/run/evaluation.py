@@ -105,9 +105,9 @@ def evaluate_checkpoint(run: RunState, folder: Path, log: RunLog, is_last: bool)
 def evaluate_best(run: RunState, log: RunLog) -> None:
     """Evaluate the best checkpoint on all prompt sets, unless this was already done.
 
-    The last checkpoint has already been evaluated on all of them. The new results can make another
-    checkpoint the best one; that checkpoint is then evaluated, too. The report, the model card and
-    the `doctor` command use the results.
+    The run's last checkpoint has already been evaluated on all prompt sets. After the evaluation of
+    the best checkpoint, another checkpoint can be the best one; it is then evaluated, too. The
+    report, the model card and the `doctor` command use the results.
     """
     fully_evaluated = {list_checkpoints(run.folder)[-1].name}
     while True:
@@ -211,7 +211,8 @@ def write_evaluation(
     """Merge the measurements of all processes, write them to the checkpoint's evaluation.json, and
     print one line with the results. Print a second line if outputs differ from baseline decoding.
 
-    folder: the checkpoint's folder. shares: the result of `decode_prompt_share` of each process.
+    folder: the checkpoint's folder. measurements_by_process: for each process, its result of
+    `decode_prompt_share`.
     """
     measured = [
         merge_measurements(set_shares) for set_shares in zip(*measurements_by_process, strict=True)
@@ -341,8 +342,8 @@ def print_best_result(evaluations: list[Evaluation]) -> None:
     too_few_prompts = describe_too_few_prompts(evaluations)
     print(f"\n{too_few_prompts}" if too_few_prompts else "")
     print(
-        f"Best checkpoint: step {best.step}, greedy on {best.prompts} held-out prompts, "
-        f"{best.device}\n"
+        f"Best checkpoint: step {best.step} (measured with greedy decoding of {best.prompts} "
+        f"held-out prompts on {best.device})\n"
     )
     print(f"{format_method_table(best)}\n\n{format_headline(best)}")
     for result in (best, *(best.other_evaluations or ())):

@@ -72,9 +72,9 @@ OPTIONS_CHANGEABLE_ON_RESUME = (
     "data.max_invalid_fraction",
     "optim.clock",
 )
-# Options of earlier versions that no longer exist. Keys are groups of options. Values map each
-# removed option to the value that the program now always uses. A run of an earlier version can be
-# resumed only if it has this value.
+# Options of earlier versions that no longer exist. Keys are groups of options. Values are
+# dictionaries from each removed option to the value that the program now always uses. A run of an
+# earlier version can be resumed only if its options have these values.
 REMOVED_OPTIONS = {
     "target": {"adapter": None},
     "objective": {"alpha": 0.5, "confidence": 1.0},
@@ -94,8 +94,8 @@ def config_to_json(config: TrainConfig) -> dict:
 
 
 def add_removed_options(config: dict) -> dict:
-    """Return a copy of a configuration that also has the options of REMOVED_OPTIONS, with the
-    values given there."""
+    """Return a copy of a configuration with the options of earlier versions added that no longer
+    exist (REMOVED_OPTIONS). Their values are those that the program now always uses."""
     complete = {}
     for group, options in config.items():
         if group in REMOVED_OPTIONS:

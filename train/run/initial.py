@@ -104,8 +104,9 @@ def choose_head(options: DrafterConfig, init_head_options: HeadConfig) -> HeadCo
     """Choose the conditional head (which conditions each draft token on the previous one) for
     training that starts from an existing drafter. Return the options of the head.
 
-    init_head_options: the head of the existing drafter, which is kept. If its name is 'none', the
-    head in `options` is used. Raises ValueError if there are two heads and their options differ.
+    init_head_options: the options of the existing drafter's head, which is kept. If their name is
+    'none', the drafter has no head, and the head in `options` is used. Raises ValueError if both
+    drafter and `options` have a head and the heads' options differ.
     """
     if init_head_options.name == "none":
         return options.head
@@ -132,7 +133,8 @@ def create_initial_drafter(
     """Create or load the drafter that training starts from, in float32.
 
     draft_tokens: (num_tokens,) the token ids of the reduced vocabulary, or None for the whole
-        vocabulary. They are ignored if the existing drafter has a vocabulary of the same size.
+        vocabulary. They are ignored if an existing drafter is loaded whose reduced vocabulary has
+        the configured size.
 
     Raises ValueError if the drafter does not fit the target.
     """

@@ -215,7 +215,8 @@ def complete_config(
     config = replace(config, drafter=drafter_options, anchors_per_sequence=anchors)
 
     # Use the memory of the smallest device in all processes, so that their configurations are the
-    # same. They must be, because all processes gather each layer of a sharded model together.
+    # same. The configurations must be the same, because all processes gather each layer of a
+    # sharded model together.
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     memory_bytes = torch.tensor(
         available_device_memory(device, local_world_size), dtype=torch.float64
@@ -249,8 +250,8 @@ def resolve_precision(config: TrainConfig, device: torch.device) -> str:
 
 
 def use_recorded_defaults(config: TrainConfig) -> DrafterConfig:
-    """Return the drafter's options; those that are None get the values that the drafter of the
-    run's newest checkpoint has, if there is a checkpoint.
+    """Return the drafter's options. If the run has a checkpoint, options that are None get the
+    values of the newest checkpoint's drafter.
 
     A resumed run must not use the program's current defaults, which may have changed since the run
     started.
