@@ -169,9 +169,9 @@ def _normalise_chat(fields: dict, with_answer: bool) -> dict[str, Any]:
 
     if with_answer:
         messages = _truncate_after_cut_answer(messages)
-    # For training (with_answer), a last question without an answer is dropped, because none of its
-    # tokens carries loss. Otherwise the answer to the last question is dropped, because the target
-    # will generate a new one.
+    # If with_answer is True (training), a last question without an answer is dropped, because none
+    # of its tokens carries loss. If it is False, the answer to the last question is dropped,
+    # because the target will generate a new one.
     while messages and (messages[-1]["role"] == "assistant") != with_answer:
         messages.pop()
 

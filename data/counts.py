@@ -13,7 +13,7 @@ MAX_EXCLUSION_REASONS_IN_SUMMARY = 5  # maximum number of reasons that an error 
 
 
 class ExampleError(ValueError):
-    """An example cannot be trained on.
+    """Raised for an example that cannot be trained on.
 
     The attribute `reason` is the error message without details of the single example, such as
     quoted values. Examples with the same `reason` are counted together.
@@ -25,11 +25,11 @@ class ExampleError(ValueError):
 
 
 class InvalidExample(ExampleError):
-    """An example is malformed, such as a line that is no JSON, or a value of a wrong type."""
+    """Raised for a malformed example, such as a line that is not JSON."""
 
 
 class ExcludedExample(ExampleError):
-    """A well-formed example is not trained on, for example because it has no answer."""
+    """Raised for a well-formed example that is not trained on, such as a chat without an answer."""
 
 
 def get_error_reason(error: ValueError) -> str:

@@ -89,7 +89,7 @@ def tokenize_example(
             if sum(segment_loss) >= MIN_LOSS_TOKENS_PER_SEGMENT:
                 segments.append((ids[start : start + max_length], segment_loss))
     if not segments:
-        raise ExcludedExample("fewer than two tokens carry loss")
+        raise ExcludedExample("the example has fewer than two tokens to train on")
     return segments
 
 
@@ -107,7 +107,8 @@ def best_fit_decreasing(lengths: Iterable[int], capacity: int) -> Iterator[list[
     numbered_lengths = enumerate(lengths)
     while group := list(islice(numbered_lengths, PACKING_GROUP_SEGMENTS)):
         sequences: list[list[int]] = []
-        free_space: list[tuple[int, int]] = []  # sorted; (free tokens, index into `sequences`)
+        # sorted pairs (number of free tokens, index in `sequences`)
+        free_space: list[tuple[int, int]] = []
         for segment, length in sorted(group, key=lambda item: -item[1]):
             fullest = bisect_left(free_space, (length, -1))
             if fullest == len(free_space):

@@ -450,7 +450,9 @@ def _find_loss_span(
         _, name_end = sections["tool_call"]
         end = rendered.find(suffix, name_end) if suffix else len(rendered)
         if end < 0:
-            raise ExcludedExample("the chat template does not end tool calls like other answers")
+            raise ExcludedExample(
+                "the chat template ends answers with tool calls in another way than other answers"
+            )
     return LossSpan(start, end, answer)
 
 

@@ -10,7 +10,8 @@ import torch
 
 
 class ChunkBounds(NamedTuple):
-    """The two index ranges of a `ChunkPlan` that one chunk covers; the ends are exclusive."""
+    """One chunk of a `ChunkPlan`: its range of drafted positions and its range of the target's
+    hidden states. The ends are exclusive."""
 
     row_start: int  # the chunk's drafted positions are ChunkPlan.rows[row_start:row_end]
     row_end: int

@@ -207,7 +207,8 @@ DIVERGENCE_TABLE = {
     "lk": Divergence(
         kl_total_variation_mix, kl_total_variation_mix_with_gradient, needs_expected_log_q=True
     ),
-    # Like DeepSpec and SpecForge, a block ends at its first label without loss.
+    # As in DeepSpec and SpecForge, the labels after a block's first label without loss have no loss
+    # either.
     "ce_l1": Divergence(
         cross_entropy_l1_mix, cross_entropy_l1_mix_with_gradient, truncate_at_unsupervised=True
     ),

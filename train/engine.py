@@ -83,13 +83,14 @@ def build_engine(drafter: Drafter, config: TrainConfig, device: torch.device) ->
     drafter.recompute = bool(config.gradient_checkpointing)
     model: nn.Module = drafter
     if uses_torch_compile(config, device.type == "cuda"):
-        # DeepSpeed adds hooks to the module that it is given, and these hooks cannot be compiled.
-        # torch.compile returns a new module around the drafter, which gets the hooks.
+        # DeepSpeed adds hooks to its module, and these hooks cannot be compiled. torch.compile
+        # returns a new module around the drafter. DeepSpeed gets this new module, so that the
+        # drafter itself has no hooks.
         model = cast(nn.Module, torch.compile(drafter, dynamic=False))
 
     dtype = compute_dtype(config, device)
     if dtype != torch.float32:
-        # torch warns about the norms' weights, which are float32 on purpose
+        # The weights of norm layers are float32 on purpose. torch warns about their dtype.
         warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
     zero: dict = {"stage": config.deepspeed.stage}
     if config.deepspeed.offload:

@@ -43,9 +43,10 @@ TRAINING_SELF_CHECK_BLOCK_COUNT = 3
 # The self-check compares the divergence at each drafted position with its reference value. The
 # error is relative to the reference value, or absolute if this value is below one nat. In float32
 # the largest error is limited. In bfloat16 only the mean error is limited, because bfloat16 has
-# three digits and a single document is rounded differently from the same document in a packed
-# sequence. On the embedded target (12 layers, 24 batches, both drafter families), the largest error
-# was 1.4e-6 in float32 and 0.013 in bfloat16. Errors are larger with targets of more layers.
+# fewer than three decimal digits and a single document is rounded differently from the same
+# document in a packed sequence. On the embedded target (12 layers, 24 batches, both drafter
+# families), the largest error was 1.4e-6 in float32 and 0.013 in bfloat16. Errors are larger with
+# targets of more layers.
 MAX_TRAINING_SELF_CHECK_FLOAT32_ERROR = 1e-4
 MAX_TRAINING_SELF_CHECK_MEAN_ERROR = 0.05
 

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 # DeepSpeed's default for the number of gradients that ZeRO collects before it reduces them over
 # processes
 GRADIENTS_PER_ZERO_BUCKET = 500_000_000
-MAX_MEMORY_SHARE = 0.9  # A step fits if its estimate is below this fraction of the device's memory.
+# A step fits if its estimated memory is below this fraction of the device's memory.
+MAX_MEMORY_SHARE = 0.9
 FLOAT32_BYTES = 4
 
 

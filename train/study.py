@@ -172,8 +172,8 @@ class DrafterComparer:
     texts. The texts are the target's greedy answers to held-out prompts."""
 
     def __init__(self, config: StudyCommand) -> None:
-        """Load the target. If the study's folder has no texts yet, let the target generate and save
-        them."""
+        """Load the target. If the study's folder has no texts yet, generate texts with the target
+        and write them to this folder."""
         from data.prompts import select_evaluation_prompts
         from infer.api import decode_prompts
         from infer.cli.models import load_target_and_drafter

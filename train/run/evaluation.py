@@ -321,8 +321,8 @@ def finish_report(run: Path, log: RunLog) -> None:
     evaluations = read_evaluations(run)
     print_best_result(evaluations)
     print(
-        f"\nreport      {page} (also shows more prompts, results with sampling, and the speedup "
-        "from trees)"
+        f"\nreport      {page} (also has the results on further prompts and with sampling, "
+        "and the speedup from trees)"
     )
     print(f"drafter     {run / 'checkpoints' / 'best' / 'drafter'}")
     print(f"metrics     {run / 'metrics.jsonl'}", flush=True)

@@ -274,8 +274,9 @@ def use_recorded_defaults(config: TrainConfig) -> DrafterConfig:
 def set_mask_token(
     options: DrafterConfig, target: Target, dataset: "StoredFeatures | Dataset"
 ) -> DrafterConfig:
-    """Choose a mask token if a new drafter needs one and none is configured: a token that does not
-    occur in the training data. Return the drafter's options with this token.
+    """Return the drafter's options with a mask token. If a new drafter needs a mask token and none
+    is configured, a token that does not occur in the training data is chosen. Otherwise, the
+    options are returned unchanged.
 
     Raises ValueError if there is no such token.
     """
