@@ -6,8 +6,8 @@ Training and the commands `data` and `plan` print these counts.
 from collections import Counter
 from dataclasses import dataclass, field
 
-# Maximum number of lines with reasons that are printed for excluded examples, and again for invalid
-# examples. One more line has the number of examples with all other reasons.
+# Maximum number of reasons that are printed for excluded examples, one per line. The same maximum
+# applies to invalid examples. One more line has the number of examples with all other reasons.
 MAX_LISTED_EXCLUSION_REASONS = 20
 MAX_EXCLUSION_REASONS_IN_SUMMARY = 5  # maximum number of reasons that an error message lists
 

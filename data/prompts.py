@@ -95,8 +95,7 @@ def select_evaluation_prompts(
     examples = islice(read_held_out_examples(config), MAX_EXAMPLES_READ_PER_PROMPT * count)
     for number, example in enumerate(examples):
         if example["chat"]:
-            # Skip a chat without a prompt, and a chat that the template refuses. Training skips
-            # such chats, too.
+            # Skip chats without a prompt and chats that the template refuses, as training does.
             with suppress(ValueError):
                 ids = _select_chat_prompt(example["chat"], tokenizer, prompt_tokens, number)
                 add_prompt(ids, _name_chat_kind(len(ids)))

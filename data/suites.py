@@ -507,10 +507,11 @@ def build_user_turns(texts: Iterable[str]) -> ChatTurns:
 
 
 def sample_chats(chats: list[ChatTurns], limit: int | None) -> list[ChatTurns]:
-    """Choose at most `limit` chats, the same ones as DFlash's benchmark does.
+    """Return at most `limit` of the chats: those that DFlash's benchmark chooses, in the same
+    order.
 
-    The choice and the order equal those of `dataset.shuffle(seed=0).select(range(limit))` in the
-    library `datasets`.
+    Choice and order are those of `dataset.shuffle(seed=0).select(range(limit))` in the library
+    `datasets`.
     """
     if limit is None or len(chats) <= limit:
         return chats

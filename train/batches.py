@@ -88,8 +88,8 @@ def first_sequence_index(
 ) -> int:
     """Return the index of a micro-batch's first packed sequence, counted from the start of the run.
 
-    step: the training step, counted from 0. micro_step: the micro-batch within the step, counted
-    from 0.
+    step: the training step, counted from 0. micro_step: the number of the process's micro-batch
+    within the step, counted from 0. rank: the number of the process.
 
     The index depends on the arguments only. A resumed run therefore needs no saved position in the
     data. All processes together read the same sequences in a step, however many processes there
@@ -180,8 +180,8 @@ class BatchPrefetcher:
         self.executor.shutdown(wait=False, cancel_futures=True)
 
     def next_step(self) -> list[MicroBatch]:
-        """Return this process's micro-batches of the next step, and start to prepare the step after
-        the next one. Raises RunAborted if the data cannot be read."""
+        """Return this process's micro-batches of the next step. In the background, start to prepare
+        those of the step after it. Raises RunAborted if the data cannot be read."""
         error = self.next_batches.exception()
         if error is not None:
             # Only a Hugging Face data set has `cache_files`. For a `StoredFeatures` data set, the

@@ -46,8 +46,8 @@ def plan_chunks(
     teacher_rows: for each row, the index of the target's hidden state that the row is compared
     with. position_weights: the weight of each row in the loss; rows of weight 0 are left out.
 
-    Both tensors have the same shape, with one entry per row. If they are on a GPU, the host waits
-    for the GPU twice.
+    Both tensors have the same shape, with one entry per row. They should be on the CPU: with
+    tensors on a GPU, the host waits for the GPU twice.
     """
     flat_teacher_rows = teacher_rows.flatten()
     rows = position_weights.flatten().nonzero()[:, 0]

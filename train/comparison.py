@@ -95,6 +95,7 @@ def compare_rows(
     """Compare the drafter's distributions with the target's at the rows (drafted positions) of a
     chunk.
 
+    teacher: the result of `prepare_teacher_distributions`.
     teacher_indices: (num_rows,) for each row, the index of the target's distribution in `teacher`.
     student_logits: (num_rows, vocab_size) the drafter's logits. They are overwritten by the
         gradients of the divergences with respect to the logits.

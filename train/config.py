@@ -1,8 +1,9 @@
 """The options of training. This module does not import torch, so that an invalid option raises an
 error before torch is loaded.
 
-The default of an option is defined only in its dataclass, in this file, in `infer.config` or in
-`data.rows`. The files in conf/ have only values that differ from the defaults.
+The default of an option is defined only in its dataclass. The dataclasses are in this file, in
+`infer.config` and in `data.rows`. The files in conf/ have only values that differ from the
+defaults.
 """
 
 from dataclasses import dataclass, field
@@ -196,7 +197,7 @@ class TrainConfig:
     save_interval_minutes: minutes between saves of the training state, in addition to the
         checkpoints. null means that only checkpoints are saved
     compile: whether the drafter's training step runs under torch.compile. null means true on a GPU
-        unless deepspeed.stage=3, and false elsewhere
+        with deepspeed.stage below 3, else false
     gradient_checkpointing: whether the backward pass recomputes the drafter's layers, which needs
         less memory, but a third more computation than without recomputation. null means true only
         if a step would not fit in the device's memory otherwise

@@ -84,7 +84,8 @@ def run_on_first_process(action: Callable[[], Result]) -> Result:
     """Call `action` in the first process only, and return its result in all processes.
 
     All processes must call this function together. If `action` raises an error, all processes raise
-    an error. Otherwise the other processes would wait forever for the process that has ended.
+    an error. If only the first process raised it, the other processes would wait for this process
+    forever.
     """
     outcome: list = [None, None]  # [result of `action`, error that `action` raised]
     if dist.get_rank() == 0:

@@ -212,8 +212,8 @@ def available_device_memory(device: torch.device, local_world_size: int) -> floa
     """Return the bytes of memory that one process may use on a device.
 
     On a GPU, this is the free memory plus the memory that this process has already reserved. On a
-    CPU, it is an equal share of the machine's memory. local_world_size: number of processes on this
-    machine.
+    CPU, it is the machine's memory, divided by `local_world_size`. local_world_size: number of
+    processes on this machine.
     """
     if device.type == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(device)
@@ -233,9 +233,9 @@ def choose_gradient_checkpointing(
     """Decide whether to use gradient checkpointing. Return the configuration with the decision, and
     a line about the memory of a step to print for the user.
 
-    If `config.gradient_checkpointing` is None, it becomes True if a step does not fit in the
-    device's memory without gradient checkpointing, and False otherwise. If it is not None, it stays
-    unchanged.
+    If `config.gradient_checkpointing` is True or False, it stays unchanged. If it is None, it
+    becomes True for a step that does not fit in the device's memory without gradient checkpointing,
+    else False.
 
     device_bytes: memory that one process may use, None if the device is not on this machine. The
     other arguments are those of `estimate_step_memory`.

@@ -105,9 +105,9 @@ def evaluate_checkpoint(run: RunState, folder: Path, log: RunLog, is_last: bool)
 def evaluate_best(run: RunState, log: RunLog) -> None:
     """Evaluate the best checkpoint on all prompt sets, unless this was already done.
 
-    The run's last checkpoint has already been evaluated on all prompt sets. After the evaluation of
-    the best checkpoint, another checkpoint can be the best one; it is then evaluated, too. The
-    report, the model card and the `doctor` command use the results.
+    The run's last checkpoint has already been evaluated on all prompt sets. The new results of the
+    best checkpoint can be worse than those of another checkpoint. That checkpoint is then the best
+    one and is evaluated, too. The report, the model card and the `doctor` command use the results.
     """
     fully_evaluated = {list_checkpoints(run.folder)[-1].name}
     while True:

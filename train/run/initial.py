@@ -146,8 +146,8 @@ def create_initial_drafter(
 def _create_new_drafter(
     config: TrainConfig, target: Target, draft_tokens: torch.Tensor | None
 ) -> Drafter:
-    """Create a new drafter. With drafter.warm_start=true, its layers start as copies of target
-    layers, if both have the same architecture."""
+    """Create a new drafter. With drafter.warm_start=true, its layers start as copies of layers of
+    the target, if these have the same architecture."""
     options = config.drafter
     drafter = create_drafter(options, target)
     drafter.config.chat_template_kwargs = config.target.chat_template_kwargs or None

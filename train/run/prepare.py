@@ -45,8 +45,7 @@ if TYPE_CHECKING:
 
 
 def prepare_run(user_config: TrainConfig, device: torch.device, folder: Path) -> RunState:
-    """Load everything that training needs, and return it. If the run's folder has an undamaged
-    checkpoint, training continues from the newest one.
+    """Return everything that training needs. A resumed run gets its newest undamaged checkpoint.
 
     user_config: the options as `resolve_config` returns them. folder: the run's folder, to which
     nothing is written before all options have been checked.

@@ -132,7 +132,8 @@ class RunState:
 
     def load_decoding_target(self) -> Target:
         """Return the target for evaluations. The target that is in memory for training is reused if
-        it has all layers and the right dtype. Otherwise another copy is loaded."""
+        it has all its layers and the dtype `decoding_dtype`. Otherwise, the target is loaded
+        again."""
         if self.config.features is None and self.target.dtype == self.decoding_dtype:
             return self.target
         return load_frozen_target(self.config, self.device, self.decoding_dtype)
