@@ -338,9 +338,9 @@ class StoredFeatures:
         self._selected_layers: list[int] | None = None
 
     def check_dependencies(self, dependencies: dict) -> None:
-        """Raise ValueError if the stored hidden states do not fit a training run: if they were
-        computed with another target, tokenizer or data, or lack layers. The error names the
-        differences.
+        """Raise ValueError if a training run cannot use the stored hidden states: if they were
+        computed with another target, tokenizer or data, or lack layers that the run needs. The
+        error names the differences.
 
         dependencies: the result of `feature_dependencies` for the training run. The folder may have
         more layers than the run needs.
