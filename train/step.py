@@ -1,7 +1,7 @@
 """One training step.
 
-1. The frozen target computes the hidden states of the packed sequences that the drafter reads, and
-   the last hidden states.
+1. The frozen target processes the packed sequences. The hidden states of the layers that the
+   drafter reads, and the last hidden states, are kept.
 2. The drafter processes all training blocks in one forward pass. A block starts at an anchor, a
    position of a packed sequence.
 3. At every drafted position, the divergence between the drafter's and the target's distribution is
@@ -241,8 +241,9 @@ def compute_confidence_loss(
 
     The confidence head predicts the probability that each draft is accepted.
 
-    logits: the outputs of the confidence head. acceptance: the true probabilities. weights: the
-    weights of the drafted positions. All three have the shape (num_blocks, num_drafted).
+    logits: the outputs of the confidence head. acceptance: the true acceptance probabilities.
+    weights: the weights of the drafted positions. All three have the shape (num_blocks,
+    num_drafted).
     """
     losses = F.binary_cross_entropy_with_logits(logits, acceptance.to(logits), reduction="none")
     return (losses * weights).sum()
