@@ -6,14 +6,14 @@ Training and the commands `data` and `plan` print these counts.
 from collections import Counter
 from dataclasses import dataclass, field
 
-# Maximum number of lines with reasons that are printed for excluded examples, and again for invalid
-# examples. One more line has the number of examples with all other reasons.
+# Maximum number of reasons that are printed for excluded examples, one per line. The same maximum
+# applies to invalid examples. One more line has the number of examples with all other reasons.
 MAX_LISTED_EXCLUSION_REASONS = 20
 MAX_EXCLUSION_REASONS_IN_SUMMARY = 5  # maximum number of reasons that an error message lists
 
 
 class ExampleError(ValueError):
-    """An example cannot be trained on.
+    """Raised for an example that cannot be trained on.
 
     The attribute `reason` is the error message without details of the single example, such as
     quoted values. Examples with the same `reason` are counted together.
@@ -25,11 +25,11 @@ class ExampleError(ValueError):
 
 
 class InvalidExample(ExampleError):
-    """An example is malformed, such as a line that is no JSON, or a value of a wrong type."""
+    """Raised for a malformed example, such as a line that is not JSON."""
 
 
 class ExcludedExample(ExampleError):
-    """A well-formed example is not trained on, for example because it has no answer."""
+    """Raised for a well-formed example that is not trained on, such as a chat without an answer."""
 
 
 def get_error_reason(error: ValueError) -> str:
@@ -97,9 +97,7 @@ class ExampleCounts:
         max_invalid_count = max_invalid_fraction * self.total
         if invalid_count > max_invalid_count:
             raise ValueError(
-                f"{invalid_count:,} of {self.total:,} examples are invalid; "
-                f"data.max_invalid_fraction={max_invalid_fraction:g} allows "
-                f"{int(max_invalid_count):,}. First: {self.first_invalid}"
+                f"{invalid_count:,} of {self.total:,} examples are invalid; data.max_invalid_fraction={max_invalid_fraction:g} allows {int(max_invalid_count):,}. First: {self.first_invalid}"
             )
 
     def summarise_unused(self) -> str:
@@ -119,8 +117,7 @@ class ExampleCounts:
         invalid_count = sum(self.invalid.values())
         left_over = f"{self.not_taken:,} left over, " if self.not_taken else ""
         lines = [
-            f"examples   {self.total:,} read: {self.used:,} used, {self.held_out:,} held out, "
-            f"{left_over}{excluded_count:,} excluded, {invalid_count:,} invalid"
+            f"examples   {self.total:,} read: {self.used:,} used, {self.held_out:,} held out, {left_over}{excluded_count:,} excluded, {invalid_count:,} invalid"
         ]
         lines += _format_reasons("excluded", self.excluded)
         lines += _format_reasons("invalid", self.invalid)

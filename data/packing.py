@@ -60,7 +60,7 @@ def ignore_progress(done: int, total: int) -> None:
 def tokenize_example(
     example: dict, tokenizer: "PreTrainedTokenizerBase", max_length: int
 ) -> list[Segment]:
-    """Tokenise an example, and split its token ids and loss mask into segments.
+    """Tokenise an example. Return its token ids and loss mask, split into segments.
 
     In a chat, the answers and their end tokens carry loss. In plain text, the text carries loss and
     the prompt does not. An end-of-text token with loss is appended to a plain text unless the text
@@ -89,7 +89,7 @@ def tokenize_example(
             if sum(segment_loss) >= MIN_LOSS_TOKENS_PER_SEGMENT:
                 segments.append((ids[start : start + max_length], segment_loss))
     if not segments:
-        raise ExcludedExample("fewer than two tokens carry loss")
+        raise ExcludedExample("the example has fewer than two tokens to train on")
     return segments
 
 
@@ -107,7 +107,8 @@ def best_fit_decreasing(lengths: Iterable[int], capacity: int) -> Iterator[list[
     numbered_lengths = enumerate(lengths)
     while group := list(islice(numbered_lengths, PACKING_GROUP_SEGMENTS)):
         sequences: list[list[int]] = []
-        free_space: list[tuple[int, int]] = []  # sorted; (free tokens, index into `sequences`)
+        # sorted pairs (number of free tokens, index in `sequences`)
+        free_space: list[tuple[int, int]] = []
         for segment, length in sorted(group, key=lambda item: -item[1]):
             fullest = bisect_left(free_space, (length, -1))
             if fullest == len(free_space):

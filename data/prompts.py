@@ -74,7 +74,7 @@ def select_evaluation_prompts(
 ) -> list[Prompt]:
     """Return `count` held-out prompts, and `external_count` prompts of this package.
 
-    The held-out prompts are spread evenly over kinds such as starts of texts and docstrings. If
+    Each kind of prompt, such as starts of texts, has about the same number of held-out prompts. If
     they are too few, prompts from the middle of long texts are added, and then the first halves of
     short texts. A small data set may still give fewer than `count` prompts.
 
@@ -95,7 +95,7 @@ def select_evaluation_prompts(
     examples = islice(read_held_out_examples(config), MAX_EXAMPLES_READ_PER_PROMPT * count)
     for number, example in enumerate(examples):
         if example["chat"]:
-            # Skip a chat without a question, or that the template refuses, as training does.
+            # Skip chats without a prompt and chats that the template refuses, as training does.
             with suppress(ValueError):
                 ids = _select_chat_prompt(example["chat"], tokenizer, prompt_tokens, number)
                 add_prompt(ids, _name_chat_kind(len(ids)))
@@ -119,8 +119,7 @@ def select_evaluation_prompts(
     prompts = candidates[:count]
     if not prompts:
         raise ValueError(
-            f"data.source={config.source}: no evaluation prompt could be made from the held-out "
-            "examples; use more or longer examples"
+            f"data.source={config.source}: no evaluation prompt could be made from the held-out examples; use more or longer examples"
         )
     has_chats = any(kind.startswith(CHAT_PROMPT_KIND_PREFIX) for kind in prompts_by_kind)
     outside_prompts = load_external_prompts(tokenizer, prompt_tokens, has_chats)
@@ -157,7 +156,7 @@ def _select_later_windows(ids: list[int], prompt_tokens: int, skip_start: bool) 
 
 
 def _has_equal_share_of_each_kind(prompts_by_kind: dict[str, list[Prompt]], count: int) -> bool:
-    """Return whether each kind of plain-text prompt has its equal share of `count` prompts."""
+    """Return whether each of the n kinds of plain-text prompts has at least `count` / n prompts."""
     kinds = (TEXT_START_PROMPT_KIND, *CODE_PROMPT_END_PATTERNS)
     return all(len(prompts_by_kind.get(kind, ())) * len(kinds) >= count for kind in kinds)
 
@@ -225,14 +224,15 @@ def _select_chat_prompt(
     answers_to_skip: chooses among the answers with at most `max_tokens` tokens before them: 0
         chooses the last of these answers, 1 the second last, and so on
 
-    Raises ValueError if the chat has no question, or the chat template cannot render the chat.
+    Raises ValueError if no answer of the chat follows another message, or if the chat template
+    cannot render the chat.
     """
     messages = prepare_messages(tokenizer, chat)
     answers = [
         index for index, message in enumerate(messages) if message["role"] == "assistant" and index
     ]
     if not answers:
-        raise ValueError("the chat has no question")
+        raise ValueError("the chat has no answer that follows another message")
 
     ids: list[int] = []
     fitting_prompts: list[list[int]] = []

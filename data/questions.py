@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 USER_QUESTION_PLACEHOLDER = "QUESTIONGOESHERE"
-# Two questions are duplicates if this many first characters are equal, in lower case and without
+# Two questions are duplicates if their first 64 characters are equal, in lower case and without
 # punctuation.
 DUPLICATE_QUESTION_PREFIX_CHARACTERS = 64
 

@@ -362,12 +362,13 @@ def locate_answers(
 
 
 def _match_stripped(rendered: str, position: int, text: str, suffix: str) -> str | None:
-    """Return `text` as it was rendered at a position of a chat, or None if it is not there.
+    """Return the part of the rendered chat that starts at `position` and equals `text`, apart from
+    white space that the chat template removed from its start or end. Return None if there is no
+    such part, or if `suffix` does not follow it.
 
-    A chat template may have removed white space from the start or the end of the text.
-
-    position: index of the character in `rendered` at which the text must start
-    suffix: text that must follow in `rendered`
+    rendered: the chat as the chat template rendered it
+    position: index of a character in `rendered`
+    suffix: text that must follow the returned part in `rendered`
     """
     for form in (text, text.rstrip(), text.lstrip(), text.strip(), text.strip("\n")):
         if rendered.startswith(form + suffix, position):
@@ -449,7 +450,9 @@ def _find_loss_span(
         _, name_end = sections["tool_call"]
         end = rendered.find(suffix, name_end) if suffix else len(rendered)
         if end < 0:
-            raise ExcludedExample("the chat template does not end tool calls like other answers")
+            raise ExcludedExample(
+                "the chat template ends answers with tool calls in another way than other answers"
+            )
     return LossSpan(start, end, answer)
 
 

@@ -68,9 +68,7 @@ def load_packed_sequences(config: TrainConfig, target: Target) -> CountedDataset
             prepared = prepare_packed_dataset(config.data, tokenizer, digest, progress)
         except (OSError, ArrowException) as error:
             raise ValueError(
-                f"the cache of packed training sequences in {HF_DATASETS_CACHE} cannot be used "
-                f"({error}). Check the free disk space. If the cache is damaged, delete it: the "
-                "same command creates it again"
+                f"the cache of packed training sequences in {HF_DATASETS_CACHE} cannot be used ({error}). Check the free disk space. If the cache is damaged, delete it: the same command creates it again"
             ) from error
         refuse_empty_dataset(prepared.counts)
         return prepared
@@ -88,11 +86,12 @@ def first_sequence_index(
 ) -> int:
     """Return the index of a micro-batch's first packed sequence, counted from the start of the run.
 
-    step: the training step, counted from 0. micro_step: the micro-batch within the step, counted
-    from 0.
+    step: the training step, counted from 0. micro_step: the number of the process's micro-batch
+    within the step, counted from 0. rank: the number of the process.
 
     The index depends on the arguments only. A resumed run therefore needs no saved position in the
-    data. A step has the same sequences for every number of processes.
+    data. All processes together read the same sequences in a step, however many processes there
+    are.
     """
     micro_batch_size, _ = compute_micro_batch_sizes(config, world_size)
     return step * config.optim.batch_size + (micro_step * world_size + rank) * micro_batch_size
@@ -179,8 +178,8 @@ class BatchPrefetcher:
         self.executor.shutdown(wait=False, cancel_futures=True)
 
     def next_step(self) -> list[MicroBatch]:
-        """Return this process's micro-batches of the next step, and start to prepare the step after
-        the next one. Raises RunAborted if the data cannot be read."""
+        """Return this process's micro-batches of the next step. In the background, start to prepare
+        those of the step after it. Raises RunAborted if the data cannot be read."""
         error = self.next_batches.exception()
         if error is not None:
             # Only a Hugging Face data set has `cache_files`. For a `StoredFeatures` data set, the
@@ -188,9 +187,7 @@ class BatchPrefetcher:
             files = [file["filename"] for file in getattr(self.dataset, "cache_files", [])]
             source = f" from {', '.join(files)}" if files else ""
             raise RunAborted(
-                f"packed training sequences cannot be read{source} ({type(error).__name__}: "
-                f"{error}). Check the disk and the file. The same command continues from the "
-                "newest checkpoint"
+                f"packed training sequences cannot be read{source} ({type(error).__name__}: {error}). Check the disk and the file. The same command continues from the newest checkpoint"
             ) from error
         micro_batches = self.next_batches.result()
         self.next_batches = self.executor.submit(self.prepare_step)

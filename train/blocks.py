@@ -33,12 +33,12 @@ class Blocks(NamedTuple):
 def find_anchor_candidates(loss: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
     """Return at which tokens of packed sequences a training block may start.
 
-    loss: (B, num_tokens) bool, whether the token is to be learned. documents: (B, num_tokens)
-    document number of each token, -1 for padding. Returns (B, num_tokens) bool.
+    loss: (B, num_tokens) bool, whether the token has a loss. documents: (B, num_tokens) document
+    number of each token, -1 for padding. Returns (B, num_tokens) bool.
 
-    The block's first token (the anchor) and the token after it must be tokens to learn. The tokens
-    before and after the anchor must belong to the anchor's document. The token before the anchor is
-    required because a prompt precedes every block in decoding, too.
+    The block's first token (the anchor) and the token after it must have a loss. The tokens before
+    and after the anchor must belong to the anchor's document. The token before the anchor is
+    required because in decoding a block never starts at the first token of a sequence.
     """
     candidates = torch.zeros_like(loss)
     same_document = documents[:, :-1] == documents[:, 1:]
@@ -71,18 +71,20 @@ def draw_anchors(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw random anchors (start positions of training blocks) in packed sequences.
 
-    loss: (B, num_tokens) bool, whether the token is to be learned.
+    loss: (B, num_tokens) bool, whether the token has a loss.
     documents: (B, num_tokens) document number of each token, -1 for padding.
-    jitter: (B, num_slots) uniform random numbers in [0, 1). Each slot can get one anchor.
+    jitter: (B, num_slots) uniform random numbers in [0, 1), one per slot. A slot gets at most one
+    anchor.
     max_per_document: maximum number of anchors in a document, None for no limit.
 
     Returns two tensors of shape (B, num_slots): the sorted token positions of the anchors, int64,
     and whether each slot has an anchor, bool.
 
     The sampling is stratified. The tokens at which an anchor is allowed (the candidates) are
-    divided into num_slots equal strata, and slot j draws uniformly from stratum j. If slot j - 1
-    drew the same candidate, slot j takes the next free candidate. No candidate is drawn twice, and
-    the number of anchors in a document is proportional to the number of its candidates. Slots
+    divided into num_slots consecutive ranges of equal size, and slot j draws uniformly from range
+    j. Neighbouring ranges can share a candidate, because their size need not be an integer. If slot
+    j - 1 drew the shared candidate, slot j takes the next free one. No candidate is drawn twice,
+    and the number of anchors in a document is proportional to the number of its candidates. Slots
     beyond the number that `count_available_anchors` returns stay empty.
     """
     candidates = find_anchor_candidates(loss, documents)  # (B, T)

@@ -10,7 +10,8 @@ import torch
 
 
 class ChunkBounds(NamedTuple):
-    """The two index ranges of a `ChunkPlan` that one chunk covers; the ends are exclusive."""
+    """One chunk of a `ChunkPlan`: its range of drafted positions and its range of the target's
+    hidden states. The ends are exclusive."""
 
     row_start: int  # the chunk's drafted positions are ChunkPlan.rows[row_start:row_end]
     row_end: int
@@ -45,8 +46,8 @@ def plan_chunks(
     teacher_rows: for each row, the index of the target's hidden state that the row is compared
     with. position_weights: the weight of each row in the loss; rows of weight 0 are left out.
 
-    Both tensors have the same shape, with one entry per row. If they are on a GPU, the host waits
-    for the GPU twice.
+    Both tensors have the same shape, with one entry per row. They should be on the CPU: with
+    tensors on a GPU, the host waits for the GPU twice.
     """
     flat_teacher_rows = teacher_rows.flatten()
     rows = position_weights.flatten().nonzero()[:, 0]

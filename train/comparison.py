@@ -33,12 +33,12 @@ class TeacherChunk(NamedTuple):
 def prepare_teacher_distributions(
     logits: torch.Tensor, divergence: Divergence, needs_overlap: bool
 ) -> TeacherChunk:
-    """Convert the target's logits to the form that `compute_row_divergences_and_gradients` needs
-    for a divergence: probabilities, or the logits themselves.
+    """Return the target's distributions in the form that `compare_rows` needs for `divergence`: as
+    probabilities, or as the logits themselves.
 
-    logits: (num_distributions, vocab_size) the target's logits; overwritten. needs_overlap: whether
-    `compute_row_divergences_and_gradients` will also compute the overlap sum_v min(p, q) of target
-    and drafter.
+    logits: (num_distributions, vocab_size) the target's logits. This function overwrites the
+    tensor. needs_overlap: whether `compare_rows` will also compute the overlap sum_v min(p, q) of
+    target and drafter.
     """
     likeliest_tokens = logits.argmax(-1)
     reads_probabilities = needs_overlap or not divergence.labels_only
@@ -61,10 +61,10 @@ def _softmax_in_place_with_negative_entropy(logits: torch.Tensor) -> torch.Tenso
 
 
 def _count_slice_rows(logits: torch.Tensor) -> int:
-    """Return how many rows of logits (num_rows, vocab_size) to process together.
+    """Return how many rows of `logits` (num_rows, vocab_size) are processed at a time.
 
     On a CPU, this is the number of rows that fit into the caches. Each row is then read from main
-    memory once and written to main memory once. On other devices all rows are processed together.
+    memory once and written to main memory once. On other devices, all rows are processed at once.
     """
     if logits.device.type == "cpu":
         return max(1, LOGITS_PER_CPU_LOSS_SLICE // logits.shape[1])
@@ -95,6 +95,7 @@ def compute_row_divergences_and_gradients(
     """Compare the drafter's distributions with the target's at the rows (drafted positions) of a
     chunk.
 
+    teacher: the result of `prepare_teacher_distributions`.
     teacher_indices: (num_rows,) for each row, the index of the target's distribution in `teacher`.
     student_logits: (num_rows, vocab_size) the drafter's logits. They are overwritten by the
         gradients of the divergences with respect to the logits.
@@ -130,8 +131,8 @@ def _compute_slice_divergences_and_gradients(
     excluded: torch.Tensor | None,
     needs_overlap: bool,
 ) -> RowComparison:
-    """Compare the drafter's distributions with the target's at some of the rows. The arguments are
-    those of `compute_row_divergences_and_gradients`, for these rows."""
+    """Do the same as `compare_rows` for a slice of its rows. The arguments contain only these
+    rows."""
     if excluded is not None:
         student.masked_fill_(excluded, LOGIT_OF_NON_CANDIDATE_TOKENS)
     max_logits = student.amax(-1, keepdim=True)
@@ -186,8 +187,9 @@ def _differentiate_by_autograd(
 ) -> RowComparison:
     """Compute the divergences by the formula of `divergence`, and their gradients by autograd.
 
-    teacher_logits: (num_rows, vocab_size) the target's logits; overwritten.
-    agrees: (num_rows,) bool, copied into the result.
+    teacher_logits: (num_rows, vocab_size) the target's logits. This function overwrites the tensor.
+    agrees: (num_rows,) bool, whether drafter and target have the same likeliest token. The function
+        returns this tensor as a field of the result.
 
     The other arguments and the result are those of `compute_row_divergences_and_gradients`.
     """

@@ -1,8 +1,9 @@
 """The options of training. This module does not import torch, so that an invalid option raises an
 error before torch is loaded.
 
-The default of an option is defined only in its dataclass, in this file, in `infer.config` or in
-`data.rows`. The files in conf/ have only values that differ from the defaults.
+The default of an option is defined only in its dataclass. The dataclasses are in this file, in
+`infer.config` and in `data.rows`. The files in conf/ have only values that differ from the
+defaults.
 """
 
 from dataclasses import dataclass, field
@@ -33,13 +34,14 @@ class ObjectiveConfig:
     position_weights: how position t is weighted. 'gamma' is gamma**(t - 1) (DART, section 3.3);
         'exponential' is exp(-(t - 1) / gamma) (DFlash); 'dpace' uses estimated probabilities that
         the block's drafts are accepted (D-PACE), see `dpace_weights` in train/divergences.py
-    gamma: the number gamma in position_weights=gamma (DART's table 4 uses 0.6) and
-        position_weights=exponential (DFlash uses 7 for block size 16 and 4 for block size 8)
+    gamma: the number gamma in the formulas of position_weights. With 'gamma', DART's table 4 uses
+        0.6. With 'exponential', DFlash uses 7 for block size 16 and 4 for block size 8
     marginal_weight: weight of an additional loss term, for a drafter with a conditional head (the
         part that conditions a token on the one before it). The term is the divergence between the
         target and the drafter's logits without the head's correction
-    chunk_rows: number of drafted positions whose logits are in memory at the same time. Up to four
-        tensors of this size exist; each needs 150 MB for 256 positions and 151,936 tokens
+    chunk_rows: number of drafted positions whose logits are in memory at the same time. There are
+        up to four tensors with one float32 number per position and token of the vocabulary. Each
+        needs 150 MB for 256 positions and 151,936 tokens
     """
 
     divergence: str = "kl"
@@ -58,8 +60,7 @@ class ObjectiveConfig:
         )
         if not self.gamma > 0 or (self.position_weights == "gamma" and self.gamma > 1):
             raise ValueError(
-                f"objective.gamma={self.gamma} is not allowed: it must be above 0, and with "
-                "objective.position_weights=gamma at most 1"
+                f"objective.gamma={self.gamma} is not allowed: it must be above 0, and with objective.position_weights=gamma at most 1"
             )
         require_at_least(self, "objective.", chunk_rows=1, marginal_weight=0)
 
@@ -72,16 +73,16 @@ class OptimConfig:
     name: 'adamw', or 'muon', which trains matrices with Muon and all other parameters with AdamW.
         muon needs deepspeed.stage=0
     lr: peak learning rate
-    betas: AdamW's two decay rates of the moments
+    betas: AdamW's decay rates of the first and the second moment
     warmup_ratio: length of the warm-up as a fraction of the run
     max_grad_norm: gradients whose norm is larger are scaled down to this norm
     batch_size: packed sequences per step, in all processes together
     micro_batch_size: packed sequences per forward pass of a process. Gradients are accumulated over
         the forward passes of a step. null means one forward pass per step
-    epochs: length of the run in epochs, used if steps and max_minutes are null
+    epochs: length of the run in epochs, if steps and max_minutes are null
     steps: length of the run in steps. null means that the option epochs decides
-    max_minutes: length of the run in minutes, used instead of steps and epochs. Only the time of
-        training steps counts. Preparation, evaluations and saves do not count
+    max_minutes: length of the run in minutes. If it is set, the options steps and epochs are
+        ignored. Only training steps count, not preparation, evaluations and saves
     clock: how max_minutes is measured. 'wall' is wall-clock time. 'processor' is the CPU time of
         the main thread, on which other programs have no influence. On a GPU, 'processor' means the
         same as 'wall'
@@ -113,13 +114,11 @@ class OptimConfig:
         require_at_least(self, "optim.", batch_size=1, micro_batch_size=1, steps=1)
         if not 0 <= self.warmup_ratio < 1:
             raise ValueError(
-                f"optim.warmup_ratio={self.warmup_ratio} is not allowed: it is a fraction of the "
-                "run and must be from 0 to below 1"
+                f"optim.warmup_ratio={self.warmup_ratio} is not allowed: it is a fraction of the run and must be from 0 to below 1"
             )
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(
-                f"optim.betas={list(self.betas)} is not allowed: both numbers must be from 0 to "
-                "below 1"
+                f"optim.betas={list(self.betas)} is not allowed: both numbers must be from 0 to below 1"
             )
 
 
@@ -140,8 +139,7 @@ class DeepSpeedConfig:
         require_one_of(self, "deepspeed.", stage=(0, 1, 2, 3))
         if self.offload and self.stage == 0:
             raise ValueError(
-                "deepspeed.offload=true needs deepspeed.stage=1, 2 or 3, and deepspeed.stage=0 is "
-                "given. Use one of these stages, or deepspeed.offload=false"
+                "deepspeed.offload=true needs deepspeed.stage=1, 2 or 3, and deepspeed.stage=0 is given. Use one of these stages, or deepspeed.offload=false"
             )
 
 
@@ -151,7 +149,7 @@ class FeaturesConfig:
 
     out: the folder that the command writes
     store_dtype: dtype of the stored hidden states. 'bfloat16', or 'int8' with one scale per vector,
-        which needs half the disk space
+        which needs half as much disk space as 'bfloat16'
     target: the target model, see TargetConfig
     drafter: the drafter that will be trained, see DrafterConfig. Only the hidden states of the
         target layers that this drafter reads are stored
@@ -195,10 +193,10 @@ class TrainConfig:
     save_interval_minutes: minutes between saves of the training state, in addition to the
         checkpoints. null means that only checkpoints are saved
     compile: whether the drafter's training step runs under torch.compile. null means true on a GPU
-        unless deepspeed.stage=3, and false elsewhere
+        with deepspeed.stage below 3, else false
     gradient_checkpointing: whether the backward pass recomputes the drafter's layers, which needs
-        less memory and a third more computation. null means true only if a step would not fit in
-        the device's memory otherwise
+        less memory, but a third more computation than without recomputation. null means true only
+        if a step would not fit in the device's memory otherwise
     self_check: before training, compute the loss of a few blocks of the first batch also in a
         slow, independent way, and compare both results
     stall_timeout_minutes: end the run if no step or evaluation has made progress for this number
@@ -245,8 +243,7 @@ class TrainConfig:
         require_positive(self, "", "stall_timeout_minutes", "save_interval_minutes")
         if self.optim.name == "muon" and self.deepspeed.stage > 0:
             raise ValueError(
-                f"optim.name=muon does not support deepspeed.stage={self.deepspeed.stage}, which "
-                "shards the optimiser's state: use deepspeed.stage=0 or optim.name=adamw"
+                f"optim.name=muon does not support deepspeed.stage={self.deepspeed.stage}, which shards the optimiser's state: use deepspeed.stage=0 or optim.name=adamw"
             )
         check_zero_stage(self.drafter.family, self.deepspeed.stage)
         if self.drafter.init is None or self.drafter.head.name != "none":
@@ -257,25 +254,19 @@ class TrainConfig:
         refuse_embedded_answers(self.data, self.target.path)
         if self.features and not (Path(self.features) / "manifest.json").is_file():
             raise ValueError(
-                f"features={self.features}: this folder has no stored features. ./launch.sh "
-                f"features out={self.features} writes them"
+                f"features={self.features}: this folder has no stored features. ./launch.sh features out={self.features} writes them"
             )
         if self.features and self.target.shard:
             raise ValueError(
-                f"features={self.features} cannot be combined with target.shard=true, because "
-                "training from stored features keeps no target layers in memory: use "
-                "target.shard=false"
+                f"features={self.features} cannot be combined with target.shard=true, because training from stored features keeps no target layers in memory: use target.shard=false"
             )
         if self.anchors_per_sequence > self.data.length - 2:
             raise ValueError(
-                f"anchors_per_sequence={self.anchors_per_sequence} is too large: a packed "
-                f"sequence of data.length={self.data.length} tokens has room for at most "
-                f"{self.data.length - 2} anchors"
+                f"anchors_per_sequence={self.anchors_per_sequence} is too large: a packed sequence of data.length={self.data.length} tokens has room for at most {self.data.length - 2} anchors"
             )
         if self.drafter.block_size >= self.data.length:
             raise ValueError(
-                f"drafter.block_size={self.drafter.block_size} is too large: it must be below "
-                f"data.length={self.data.length}"
+                f"drafter.block_size={self.drafter.block_size} is too large: it must be below data.length={self.data.length}"
             )
 
 
@@ -284,8 +275,7 @@ def check_run_name(name: str) -> None:
     is_short = len(name.encode()) <= MAX_RUN_NAME_BYTES
     if not name or "/" in name or name.startswith(".") or not name.isprintable() or not is_short:
         raise ValueError(
-            f"name={name} is not allowed: the name of a run must be a folder name of 1 to "
-            f"{MAX_RUN_NAME_BYTES} printable bytes, without a slash and without a leading dot"
+            f"name={name} is not allowed: the name of a run must be a folder name of 1 to {MAX_RUN_NAME_BYTES} printable bytes, without a slash and without a leading dot"
         )
 
 
@@ -301,30 +291,24 @@ def check_conditional_head_options(config: TrainConfig) -> None:
     if config.trainable == "head":
         if config.drafter.init is None:
             raise ValueError(
-                "trainable=head trains the conditional head of an existing drafter: give the "
-                "drafter with drafter.init=<folder or hub id>"
+                "trainable=head trains the conditional head of an existing drafter: give the drafter with drafter.init=<folder or hub id>"
             )
         if head is None:
             raise ValueError(
-                "trainable=head: the drafter has no conditional head. Give it one, for example "
-                "with head=markov"
+                "trainable=head: the drafter has no conditional head. Give it one, for example with head=markov"
             )
         if stage > 0:
             raise ValueError(
-                f"trainable=head does not support deepspeed.stage={stage}, because DeepSpeed "
-                "cannot shard the state of frozen weights: use deepspeed.stage=0"
+                f"trainable=head does not support deepspeed.stage={stage}, because DeepSpeed cannot shard the state of frozen weights: use deepspeed.stage=0"
             )
     if head is not None and stage > 2:
         raise ValueError(
-            f"head={name} does not support deepspeed.stage={stage}, which shards the parameters: "
-            "use deepspeed.stage=0, 1 or 2"
+            f"head={name} does not support deepspeed.stage={stage}, which shards the parameters: use deepspeed.stage=0, 1 or 2"
         )
     if config.objective.marginal_weight and (head is None or not head.adds_to_logits):
         supported = " or ".join(
             row.name for row in CONDITIONAL_HEADS.values() if row.adds_to_logits
         )
         raise ValueError(
-            f"objective.marginal_weight={config.objective.marginal_weight} needs "
-            f"head={supported}, and head={name} is given. Use objective.marginal_weight=0 or "
-            "another head"
+            f"objective.marginal_weight={config.objective.marginal_weight} needs head={supported}, and head={name} is given. Use objective.marginal_weight=0 or another head"
         )

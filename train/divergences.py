@@ -5,7 +5,7 @@ Each divergence is a formula of log-probabilities. Training, the self-check (`tr
 and the tests all use the formulas of this file. To add a divergence, write its formula, add an
 entry to DIVERGENCE_TABLE, and name the entry in a file in conf/objective/. Training differentiates
 the formula by autograd. An entry may also have a hand-derived gradient, which is 1.4 to 1.5 times
-as fast and needs less memory. The entries kl, cross_entropy, lk and ce_l1 have one.
+as fast as autograd and needs less memory. The entries kl, cross_entropy, lk and ce_l1 have one.
 
 This module does not import torch, because `train/config.py` checks names against the tables before
 torch is loaded. The formulas only call methods of their tensor arguments.
@@ -207,7 +207,8 @@ DIVERGENCE_TABLE = {
     "lk": Divergence(
         kl_total_variation_mix, kl_total_variation_mix_with_gradient, needs_expected_log_q=True
     ),
-    # Like DeepSpec and SpecForge, a block ends at its first label without loss.
+    # As in DeepSpec and SpecForge, the labels after a block's first label without loss have no loss
+    # either.
     "ce_l1": Divergence(
         cross_entropy_l1_mix, cross_entropy_l1_mix_with_gradient, truncate_at_unsupervised=True
     ),

@@ -35,9 +35,9 @@ def get_drafter_matmul_dtype(config: TrainConfig, device: torch.device) -> torch
 def get_training_target_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
     """Return the dtype of the frozen target in training steps.
 
-    On a CPU with target.dtype=auto, this is the dtype of the drafter's matmuls
-    (`get_drafter_matmul_dtype`). Evaluations on a CPU with target.dtype=auto use float32 instead,
-    so that their outputs are exact.
+    On a CPU with target.dtype=auto, this is the dtype of the drafter's matmuls (`compute_dtype`).
+    Evaluations on a CPU with target.dtype=auto use float32 instead, because in lower precision
+    rounding could change the greedy outputs.
     """
     if config.target.dtype == "auto" and device.type == "cpu" and not config.target.shard:
         return get_drafter_matmul_dtype(config, device)
@@ -83,13 +83,14 @@ def build_engine(drafter: Drafter, config: TrainConfig, device: torch.device) ->
     drafter.recompute = bool(config.gradient_checkpointing)
     model: nn.Module = drafter
     if uses_torch_compile(config, device.type == "cuda"):
-        # DeepSpeed adds hooks to the module that it is given, and these hooks cannot be compiled.
-        # torch.compile returns a new module around the drafter, which gets the hooks.
+        # DeepSpeed adds hooks to its module, and these hooks cannot be compiled. torch.compile
+        # returns a new module around the drafter. DeepSpeed gets this new module, so that the
+        # drafter itself has no hooks.
         model = cast(nn.Module, torch.compile(drafter, dynamic=False))
 
     dtype = get_drafter_matmul_dtype(config, device)
     if dtype != torch.float32:
-        # torch warns about the norms' weights, which are float32 on purpose
+        # The weights of norm layers are float32 on purpose. torch warns about their dtype.
         warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
     zero: dict = {"stage": config.deepspeed.stage}
     if config.deepspeed.offload:
@@ -115,12 +116,12 @@ def build_engine(drafter: Drafter, config: TrainConfig, device: torch.device) ->
 
 
 def step_engine(engine: "DeepSpeedEngine") -> torch.Tensor:
-    """Update the weights after the backward pass of a step's last micro-batch, and return the
-    gradient norm before clipping.
+    """Update the weights if this step's last micro-batch has been computed. Return the gradient
+    norm before clipping, or NaN if further micro-batches follow.
 
-    Call this function after every micro-batch, in place of DeepSpeed's `engine.step()`. Before the
-    last micro-batch, the function only counts the micro-batch and returns NaN. If the gradient norm
-    is not finite, all processes leave weights and optimiser moments unchanged.
+    Call this function after the backward pass of every micro-batch, in place of DeepSpeed's
+    `engine.step()`. If the gradient norm is not finite, all processes leave weights and optimiser
+    moments unchanged.
     """
     no_norm = torch.tensor(float("nan"))
     if not engine.is_gradient_accumulation_boundary():

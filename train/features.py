@@ -126,7 +126,7 @@ def count_stored_bytes(length: int, num_layers: int, hidden_size: int, store_dty
     """Return how many bytes a packed sequence of `length` tokens needs in the stored features.
 
     num_layers: number of target layers whose hidden states are stored, besides the last hidden
-    states. store: the dtype of the stored hidden states, 'bfloat16' or 'int8'.
+    states. store_dtype: their dtype, 'bfloat16' or 'int8'.
     """
     vector_bytes = {
         "bfloat16": 2 * hidden_size,
@@ -166,10 +166,7 @@ def write_features(
     if (out / FEATURES_MANIFEST_FILE).exists():
         existing = read_manifest(out)
         existing |= rename_old_options({"data": existing["data"]})
-        message = (
-            f"out={out} has features that were computed with another {{keys}}: choose another "
-            "folder with out="
-        )
+        message = f"out={out} has features that were computed with another {{keys}}: choose another folder with out="
         refuse_changed_settings(
             existing,
             manifest,
@@ -276,8 +273,7 @@ def read_manifest(folder: Path) -> dict:
     file = folder / FEATURES_MANIFEST_FILE
     if not file.is_file():
         raise FileNotFoundError(
-            f"features={folder}: this folder has no {FEATURES_MANIFEST_FILE}, so it has no stored "
-            f"features. ./launch.sh features out={folder} writes them"
+            f"features={folder}: this folder has no {FEATURES_MANIFEST_FILE}, so it has no stored features. ./launch.sh features out={folder} writes them"
         )
     try:
         manifest = json.loads(file.read_text())
@@ -286,8 +282,7 @@ def read_manifest(folder: Path) -> dict:
         is_valid = False
     if not is_valid:
         raise ValueError(
-            f"{file} is damaged, or was written by another version of this program: delete its "
-            "folder and store the features again with ./launch.sh features"
+            f"{file} is damaged, or was written by another version of this program: delete its folder and store the features again with ./launch.sh features"
         )
 
     # A manifest of an earlier version can have other data options. Unknown options are dropped, and
@@ -313,22 +308,18 @@ class StoredFeatures:
         shards = self.manifest["shards"]
         if sum(shard["rows"] for shard in shards) < self.manifest["rows"]:
             raise ValueError(
-                f"{self.folder} has the hidden states of only some packed sequences: run the same "
-                "./launch.sh features command again to compute the others"
+                f"{self.folder} has the hidden states of only some packed sequences: run the same ./launch.sh features command again to compute the others"
             )
         for shard in shards:
             file = self.folder / shard["file"]
             if not file.is_file():
                 raise ValueError(
-                    f"{file} is missing: restore it, or store the features again with ./launch.sh "
-                    "features in a new folder"
+                    f"{file} is missing: restore it, or store the features again with ./launch.sh features in a new folder"
                 )
             num_bytes = file.stat().st_size
             if num_bytes != shard["bytes"]:
                 raise ValueError(
-                    f"{file} is truncated or altered: it has {num_bytes} bytes, and the manifest "
-                    f"says {shard['bytes']}. Restore it, or store the features again with "
-                    "./launch.sh features in a new folder"
+                    f"{file} is truncated or altered: it has {num_bytes} bytes, and the manifest says {shard['bytes']}. Restore it, or store the features again with ./launch.sh features in a new folder"
                 )
 
         # for every packed sequence, a tuple of its shard's number and its index in the shard
@@ -340,9 +331,9 @@ class StoredFeatures:
         self._selected_layers: list[int] | None = None
 
     def check_dependencies(self, dependencies: dict) -> None:
-        """Raise ValueError if the stored hidden states do not fit a training run: if they were
-        computed with another target, tokenizer or data, or lack layers. The error names the
-        differences.
+        """Raise ValueError if a training run cannot use the stored hidden states: if they were
+        computed with another target, tokenizer or data, or lack layers that the run needs. The
+        error names the differences.
 
         dependencies: the result of `feature_dependencies` for the training run. The folder may have
         more layers than the run needs.
@@ -355,11 +346,7 @@ class StoredFeatures:
         stored["target"] = {"quantization": quantization} | stored["target"]
         if set(dependencies["layers"]) <= set(stored["layers"]):
             stored["layers"] = dependencies["layers"]
-        message = (
-            f"{self.folder} has features that were computed with another {{keys}}: use the "
-            "options that they were stored with, or store features again with ./launch.sh "
-            "features in a new folder"
-        )
+        message = f"{self.folder} has features that were computed with another {{keys}}: use the options that they were stored with, or store features again with ./launch.sh features in a new folder"
         refuse_changed_settings(stored, dependencies, message, OPTIONS_NOT_CHANGING_STORED_FEATURES)
 
     def select_layers(self, layers: tuple[int, ...]) -> None:
@@ -396,14 +383,11 @@ class StoredFeatures:
                 raise ValueError(f"columns are missing; it has only {', '.join(row)}")
         except (SafetensorError, OSError, IndexError, ValueError) as error:
             raise ValueError(
-                f"{file} is truncated or altered ({error}): restore it, or store the features "
-                "again with ./launch.sh features in a new folder"
+                f"{file} is truncated or altered ({error}): restore it, or store the features again with ./launch.sh features in a new folder"
             ) from error
         if compute_row_checksum(row) != shard["checksums"][row_number]:
             raise ValueError(
-                f"{file} is altered: the checksum of its packed sequence {row_number} differs "
-                "from the manifest. Restore the file, or store the features again with "
-                "./launch.sh features in a new folder"
+                f"{file} is altered: the checksum of its packed sequence {row_number} differs from the manifest. Restore the file, or store the features again with ./launch.sh features in a new folder"
             )
         return row
 
@@ -447,8 +431,7 @@ def store_features(config: FeaturesConfig) -> None:
     gigabytes = len(dataset) * sequence_bytes / 1e9
     print(*prepared.counts.format_lines(), sep="\n")
     print(
-        f"{len(dataset):,} packed sequences of {config.data.length} tokens, {gigabytes:,.2f} GB in "
-        f"{config.out}",
+        f"{len(dataset):,} packed sequences of {config.data.length} tokens, {gigabytes:,.2f} GB in {config.out}",
         flush=True,
     )
     with set_interrupt_message(
@@ -456,6 +439,5 @@ def store_features(config: FeaturesConfig) -> None:
     ):
         out = write_features(config, target, layers, dataset, Progress("features", "rows"))
     print(
-        f"To train from these hidden states, run ./launch.sh features={out} with the same options "
-        "for target, drafter and data"
+        f"To train from these hidden states, run ./launch.sh features={out} with the same options for target, drafter and data"
     )

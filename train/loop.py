@@ -90,7 +90,8 @@ def run_steps(run: RunState) -> Path:
             step = metrics["step"]
             skipped_steps = count_consecutive_skips(run, metrics, skipped_steps, log)
 
-            # All processes must take the same decisions. The maximum over all processes decides.
+            # All processes must take the same decisions: whether to stop, and whether to save. They
+            # stop or save if at least one process wants to.
             minutes_since_save = (time.perf_counter() - saved_at) / 60
             save_due = (
                 config.save_interval_minutes is not None
@@ -106,15 +107,13 @@ def run_steps(run: RunState) -> Path:
                 # If the run stops now, the checkpoint is evaluated when the run is resumed.
                 if checkpoint_due and not stop:
                     with allow_immediate_interrupt(
-                        f"the checkpoint {saved} is complete; the same command evaluates it and "
-                        "continues"
+                        f"the checkpoint {saved} is complete; the same command evaluates it and continues"
                     ):
                         evaluate_newest_checkpoint(run, log)
                 saved_at = time.perf_counter()
             if stop:
                 log.print_line(
-                    f"The run was stopped by {stop_flag.signal_name} after step {step} and saved "
-                    f"in {saved}. The same command continues from there"
+                    f"The run was stopped by {stop_flag.signal_name} after step {step} and saved in {saved}. The same command continues from there"
                 )
                 break
 
@@ -125,8 +124,8 @@ def run_steps(run: RunState) -> Path:
 
 
 def evaluate_interrupted_checkpoint(run: RunState, log: RunLog) -> None:
-    """When a run is resumed, evaluate its newest checkpoint if the run was stopped before this
-    evaluation was finished."""
+    """Evaluate the checkpoint from which a run is resumed, unless it already has an evaluation. It
+    has none if the run was stopped before or during the evaluation."""
     folder = checkpoint_folder(run.folder, run.schedule.completed_steps)
     if folder.exists() and not (folder / "evaluation/evaluation.json").exists():
         evaluate_newest_checkpoint(run, log)
@@ -169,15 +168,15 @@ def run_step(run: RunState, prefetcher: BatchPrefetcher, log: RunLog) -> dict:
 
 
 def count_consecutive_skips(run: RunState, metrics: dict, skipped_before: int, log: RunLog) -> int:
-    """Return how many steps in a row were skipped up to now; 0 if the last step was not skipped.
+    """Return how many of the last steps were skipped in a row; 0 if the last step was not skipped.
 
     A step is skipped if its loss or gradient is not finite; `metrics["grad_norm"]` is then None.
 
-    metrics: the metrics of the last step, from `run_step`. skipped_before: the number of steps in a
-    row that were skipped directly before the last step.
+    metrics: the metrics of the last step, from `run_step`. skipped_before: the result of this
+    function for the step before the last one.
 
-    If the last step was skipped, its packed sequences are written to the log. Raises RunAborted
-    at MAX_CONSECUTIVE_SKIPPED_STEPS.
+    If the last step was skipped, its packed sequences are written to the log. Raises RunAborted if
+    MAX_CONSECUTIVE_SKIPPED_STEPS steps in a row were skipped.
     """
     if metrics["grad_norm"] is not None:
         return 0
@@ -188,16 +187,11 @@ def count_consecutive_skips(run: RunState, metrics: dict, skipped_before: int, l
         index = (step - 1) * batch + i
         rows.append(str(get_shuffled_index(index, len(run.dataset), run.config.seed)))
     subject = "loss and gradient are" if metrics["loss"] is None else "gradient is"
-    message = (
-        f"step {step} is skipped, because its {subject} not finite. The step used these packed "
-        f"sequences of the training data: {', '.join(rows)}"
-    )
+    message = f"step {step} is skipped, because its {subject} not finite. The step used these packed sequences of the training data: {', '.join(rows)}"
     skipped = skipped_before + 1
     if skipped == MAX_CONSECUTIVE_SKIPPED_STEPS:
         raise RunAborted(
-            f"{message}. {skipped} steps in a row were skipped, so the run ends. A skipped step "
-            "does not change weights and optimiser state. Try optim.precision=float32, a lower "
-            "optim.lr, or other data"
+            f"{message}. {skipped} steps in a row were skipped, so the run ends. A skipped step does not change weights and optimiser state. Try optim.precision=float32, a lower optim.lr, or other data"
         )
     log.print_line(message)
     return skipped
@@ -237,8 +231,7 @@ def report_finished_run(run: RunState, log: RunLog) -> None:
         skipped_steps = sum(line["grad_norm"] is None for line in read_step_metrics(run.folder))
     if skipped_steps:
         log.print_line(
-            f"{skipped_steps} of {run.schedule.completed_steps} steps were skipped, because their "
-            "loss or gradient was not finite"
+            f"{skipped_steps} of {run.schedule.completed_steps} steps were skipped, because their loss or gradient was not finite"
         )
     run_on_first_process(lambda: write_and_print_final_report(run.folder, log))
     dist.barrier()

@@ -12,7 +12,8 @@ Logits exist for one chunk of rows at a time. The forward pass already computes 
 respect to `hidden` and to a trained head, and saves only these gradients for the backward pass.
 D-PACE's weights depend on how well a block was drafted and are known only after the last chunk. The
 gradients of `hidden` can still be multiplied by these weights, row by row. The gradient of a
-trained head is a sum over rows. For a trained head, an additional pass computes the weights first.
+trained head is a sum over rows, so weights cannot be applied to it afterwards. For a trained head,
+an additional forward pass therefore computes the weights first.
 
 A conditional head adds the correction `out @ vectors[i]` to the logits of row i (`LogitCorrection`,
 see `infer/drafters/heads/base.py`). The divergence is then that of the corrected distribution. The
@@ -336,13 +337,14 @@ class _ChunkedDivergence:
         """Add the contribution of a chunk's rows (drafted positions) to the gradients.
 
         rows: (num_rows,) int64 indices of the chunk's rows.
-        logit_gradient: (num_rows, vocab_size) gradient of the divergences with respect to the
-            corrected logits; overwritten.
-        marginal_logit_gradient: (num_rows, vocab_size) gradient of the loss term with the weight
-            `marginal_weight`, with respect to the logits before the conditional head's correction.
-            None without this term.
-        logit_scale_derivative: derivative of the scaled logits with respect to the outputs of the
-            language model head. None if the derivative is 1.
+        logit_gradient: (num_rows, vocab_size) gradient of the divergences between drafter and
+            target with respect to the logits after the conditional head's correction. This method
+            overwrites the tensor.
+        marginal_logit_gradient: (num_rows, vocab_size) gradient of the loss term that the option
+            marginal_weight adds, with respect to the logits before the conditional head's
+            correction. None if this term is not used.
+        logit_scale_derivative: derivative of the logits after `inputs.logit_scale` with respect to
+            the logits before it. None if the derivative is 1.
         """
         gradients = self.gradients
         drafted = self.drafted
@@ -378,7 +380,8 @@ class _ChunkedDivergence:
 def _compute_logits(
     states: torch.Tensor, head: torch.Tensor, scale: LogitScale, buffer: torch.Tensor
 ) -> torch.Tensor:
-    """Return the scaled logits (num_rows, vocab_size) of hidden states (num_rows, hidden_size).
+    """Return the logits (num_rows, vocab_size) of hidden states (num_rows, hidden_size), after
+    scaling and soft-capping by `scale`.
 
     head: (vocab_size, hidden_size) weight of the language model head. buffer: memory for the
     logits; the result uses it unless `scale` creates a new tensor.

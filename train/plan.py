@@ -103,8 +103,8 @@ class RunMemoryEstimate:
 
 
 def estimate_run_memory(config: TrainConfig, hf_config: "PretrainedConfig") -> RunMemoryEstimate:
-    """Estimate the memory that each training process needs on this machine's GPU or CPU, or on a
-    GPU elsewhere if target.device=cuda.
+    """Estimate the memory that each training process needs on its device, which the option
+    target.device selects. 'auto' selects a GPU if this machine has one, else the CPU.
 
     hf_config: the target's Hugging Face configuration. Raises ValueError if the batch cannot be
     divided evenly among the processes.
@@ -132,11 +132,11 @@ def estimate_run_memory(config: TrainConfig, hf_config: "PretrainedConfig") -> R
 
 
 def estimate_cpu_process_memory(estimate: RunMemoryEstimate) -> float:
-    """Return the peak bytes of a training process on a CPU.
+    """Return the estimated peak memory, in bytes, of a training process on a CPU.
 
-    The estimate includes the loaded libraries, measured as the memory of this process. The peak
-    occurs in a training step or in an evaluation. An evaluation needs a float32 copy of the
-    target's weights, and a second one if training steps do not use float32.
+    The estimate includes the loaded libraries. Their size is the memory that this process uses now.
+    The peak occurs in a training step or in an evaluation. An evaluation needs a float32 copy of
+    the target's weights, and a second one if training steps do not use float32.
     """
     memory = estimate.memory
     float32_copy = FLOAT32_BYTES * estimate.sizes.target_parameters
@@ -172,17 +172,11 @@ def describe_duration(config: TrainConfig, prepared: CountedDataset | None) -> s
     this preparation needs, is not on this machine.
     """
     if config.data.source == "self":
-        return (
-            "unknown: data=self has no examples yet; ./launch.sh regenerate lets the target "
-            "generate questions and answers"
-        )
+        return "unknown: data=self has no examples yet; ./launch.sh regenerate lets the target generate questions and answers"
     num_sequences = None
     if prepared is not None and prepared.counts.total > 0:
         if prepared.dataset is None and NO_ANSWER_EXCLUSION_REASON in prepared.counts.excluded:
-            return (
-                "unknown: the questions of the data have no answers yet; ./launch.sh regenerate "
-                "lets the target generate the answers"
-            )
+            return "unknown: the questions of the data have no answers yet; ./launch.sh regenerate lets the target generate the answers"
         if prepared.dataset is None:
             return "unknown: there is no example to learn from"
         num_sequences = len(prepared.dataset)
@@ -271,16 +265,15 @@ def print_model_and_step_sizes(
 
 
 def print_memory(estimate: RunMemoryEstimate) -> None:
-    """Print the peak memory of a training step: the total, and then each part. On Linux with a CPU,
-    also print the total of a process."""
+    """Print the peak memory of a training step: the total, and then each part. For training on a
+    CPU under Linux, also print the peak memory of a whole training process."""
     print(estimate.memory_line)
     for name, size in estimate.memory.items():
         print(f"           {format_bytes(size):>10}  {name}")
     if estimate.device.type == "cpu" and PROCESS_MEMORY_FILE.exists():
         total = format_bytes(estimate_cpu_process_memory(estimate))
         print(
-            f"           {total:>10}  in total for a process, with the loaded libraries and the "
-            "target's copies for an evaluation"
+            f"           {total:>10}  peak memory of a process, including the loaded libraries and the target's copies for an evaluation"
         )
 
 

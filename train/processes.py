@@ -41,8 +41,7 @@ def select_device(device: str) -> torch.device:
     device_type, _, number = device.partition(":")
     if device_type == "cuda" and number:
         raise ValueError(
-            f"target.device={device} is not allowed, because training uses all visible GPUs: use "
-            f"target.device=cuda and set the environment variable CUDA_VISIBLE_DEVICES={number}"
+            f"target.device={device} is not allowed, because training uses all visible GPUs: use target.device=cuda and set the environment variable CUDA_VISIBLE_DEVICES={number}"
         )
     resolved = resolve_device(device)
     if resolved.type == "cuda":
@@ -84,7 +83,8 @@ def run_on_first_process(action: Callable[[], Result]) -> Result:
     """Call `action` in the first process only, and return its result in all processes.
 
     All processes must call this function together. If `action` raises an error, all processes raise
-    an error. Otherwise the other processes would wait forever for the process that has ended.
+    an error. If only the first process raised it, the other processes would wait for this process
+    forever.
     """
     outcome: list = [None, None]  # [result of `action`, error that `action` raised]
     if dist.get_rank() == 0:
@@ -145,10 +145,7 @@ def install_signal_handlers() -> StopFlag:
             plan = "the current step is finished"
         else:
             plan = "all processes finish the same step within seconds"
-        message = (
-            f"\nCtrl-C: {plan}, then the run is saved. Press Ctrl-C again to stop at once, "
-            "without saving\n"
-        )
+        message = f"\nCtrl-C: {plan}, then the run is saved. Press Ctrl-C again to stop at once, without saving\n"
         os.write(2, message.encode())
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
@@ -223,9 +220,7 @@ class StallWatchdog(threading.Thread):
     def end_process(self) -> None:
         """Print the process's last activity, and end the process with exit code 3."""
         print(
-            f"error: the process of rank {dist.get_rank()} has made no progress for "
-            f"{self.minutes:g} minutes (stall_timeout_minutes). Its last activity is "
-            f"'{HEARTBEAT.activity}'. The same command continues from the newest checkpoint",
+            f"error: the process of rank {dist.get_rank()} has made no progress for {self.minutes:g} minutes (stall_timeout_minutes). Its last activity is '{HEARTBEAT.activity}'. The same command continues from the newest checkpoint",
             file=sys.stderr,
             flush=True,
         )

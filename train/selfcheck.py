@@ -2,12 +2,12 @@
 computation.
 
 The reference computation handles a few blocks of the first batch, one block at a time, without the
-optimisations of training. It runs each block's document alone through Hugging Face's layers and
-through the drafter, with an explicit attention mask. Then it applies the divergence's formula. The
-training step computes these blocks together with all other blocks of the batch: with one attention
-mask for all, in chunks, and under torch.compile if the option compile is true. The results must
-agree. The self-check costs one more forward pass of a batch, and a few forward passes of single
-documents.
+optimisations of training. For each block, it runs the block's document, without the other documents
+of its packed sequence, through Hugging Face's layers and through the drafter. It uses an explicit
+attention mask. Then it applies the divergence's formula. The training step computes these blocks
+together with all other blocks of the batch: with one attention mask for all, in chunks, and under
+torch.compile if the option compile is true. The results must agree. The self-check costs one more
+forward pass of a batch, and a few forward passes of single documents.
 
 """
 
@@ -43,9 +43,10 @@ TRAINING_SELF_CHECK_BLOCK_COUNT = 3
 # The self-check compares the divergence at each drafted position with its reference value. The
 # error is relative to the reference value, or absolute if this value is below one nat. In float32
 # the largest error is limited. In bfloat16 only the mean error is limited, because bfloat16 has
-# three digits and a document alone is rounded differently from the same document in a packed
-# sequence. On the embedded target (12 layers, 24 batches, both drafter families), the largest error
-# was 1.4e-6 in float32 and 0.013 in bfloat16. Errors are larger with targets of more layers.
+# fewer than three decimal digits and a single document is rounded differently from the same
+# document in a packed sequence. On the embedded target (12 layers, 24 batches, both drafter
+# families), the largest error was 1.4e-6 in float32 and 0.013 in bfloat16. Errors are larger with
+# targets of more layers.
 MAX_TRAINING_SELF_CHECK_FLOAT32_ERROR = 1e-4
 MAX_TRAINING_SELF_CHECK_MEAN_ERROR = 0.05
 
@@ -55,8 +56,8 @@ class TrainingLossCheck:
     them with the divergences of the training step.
 
     The constructor runs the slow computation. Create this object before the DeepSpeed engine,
-    because the engine can shard the drafter. Then compute the loss of the attributes `batch` and
-    `blocks` in the same way as a training step, and give it to `compare`.
+    because the engine can shard the drafter. Then compute the loss of the blocks in the attributes
+    `batch` and `blocks` in the same way as in a training step, and pass this loss to `compare`.
     """
 
     @torch.no_grad()
@@ -121,10 +122,7 @@ class TrainingLossCheck:
                 "machine. Try compile=false, which turns torch.compile off. self_check=false turns "
                 "this check off"
             )
-        return (
-            f"self-check: {TRAINING_SELF_CHECK_BLOCK_COUNT} blocks computed one at a time differ "
-            f"from the training step by {statistic} {error:.1e}"
-        )
+        return f"self-check: {TRAINING_SELF_CHECK_BLOCK_COUNT} blocks computed one at a time differ from the training step by {statistic} {error:.1e}"
 
 
 @dataclass(frozen=True)
@@ -299,8 +297,9 @@ class _ReferenceLoss:
 def build_block_mask(
     block_start: int, length: int, num_queries: int, causal: bool, window: int | None
 ) -> torch.Tensor:
-    """Return the attention mask of one block, (1, 1, width, length + width) bool: which of the
-    document's positions and of the block's own positions each query of the block sees.
+    """Return the attention mask of one block, (1, 1, num_queries, length + num_queries) bool:
+    whether each query of the block sees each position of the document and each position of the
+    block.
 
     block_start: position of the block's first query in the document.
     length: number of tokens of the document.
@@ -314,7 +313,7 @@ def build_block_mask(
     sees_block = torch.ones(num_queries, num_queries, dtype=torch.bool)
     if causal:
         sees_block = sees_block.tril()
-    mask = torch.cat([sees_context, sees_block], 1)  # (width, length + width)
+    mask = torch.cat([sees_context, sees_block], 1)  # (num_queries, length + num_queries)
     if window is not None:
         all_positions = torch.cat([context_positions, block_positions])
         mask = mask & ((block_positions[:, None] - all_positions).abs() < window)

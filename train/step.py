@@ -1,7 +1,7 @@
 """One training step.
 
-1. The frozen target computes the hidden states of the packed sequences that the drafter reads, and
-   the last hidden states.
+1. The frozen target processes the packed sequences. The hidden states of the layers that the
+   drafter reads, and the last hidden states, are kept.
 2. The drafter processes all training blocks in one forward pass. A block starts at an anchor, a
    position of a packed sequence.
 3. At every drafted position, the divergence between the drafter's and the target's distribution is
@@ -164,7 +164,7 @@ def compute_drafter_states(
     forward: called in place of the drafter for its forward pass. None means the drafter itself.
 
     The result has the shape (num_blocks, num_queries, hidden_size), where num_queries is the number
-    of positions of a block in the drafter.
+    of input positions of the drafter per block.
     """
     states = compute_packed_block_states(
         drafter, target, batch, blocks.anchors, features.layer_features, forward or drafter
@@ -199,7 +199,7 @@ def compute_loss_from_states(
     labels = drafter.vocabulary.ids_to_columns(blocks.labels.flatten(0, 1))
     if drafter.d2t is not None:
         divergence_weights = weights * (labels >= 0)
-        # The given chunk plan is not valid: it was computed with other weights.
+        # The given chunk plan was computed with other weights, so it is not valid here.
         chunk_plan = None
 
     draft_states = states[:, drafter.first_draft_slot :]
@@ -242,8 +242,9 @@ def compute_confidence_loss(
 
     The confidence head predicts the probability that each draft is accepted.
 
-    logits: the outputs of the confidence head. acceptance: the true probabilities. weights: the
-    weights of the drafted positions. All three have the shape (num_blocks, num_drafted).
+    logits: the outputs of the confidence head. acceptance: the true acceptance probabilities.
+    weights: the weights of the drafted positions. All three have the shape (num_blocks,
+    num_drafted).
     """
     losses = F.binary_cross_entropy_with_logits(logits, acceptance.to(logits), reduction="none")
     return (losses * weights).sum()

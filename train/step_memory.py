@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 # DeepSpeed's default for the number of gradients that ZeRO collects before it reduces them over
 # processes
 GRADIENTS_PER_ZERO_BUCKET = 500_000_000
-MAX_MEMORY_SHARE = 0.9  # A step fits if its estimate is below this fraction of the device's memory.
+# A step fits if its estimated memory is below this fraction of the device's memory.
+MAX_MEMORY_SHARE = 0.9
 FLOAT32_BYTES = 4
 
 
@@ -211,8 +212,8 @@ def available_device_memory(device: torch.device, local_world_size: int) -> floa
     """Return the bytes of memory that one process may use on a device.
 
     On a GPU, this is the free memory plus the memory that this process has already reserved. On a
-    CPU, it is an equal share of the machine's memory. local_world_size: number of processes on this
-    machine.
+    CPU, it is the machine's memory, divided by `local_world_size`. local_world_size: number of
+    processes on this machine.
     """
     if device.type == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(device)
@@ -232,9 +233,9 @@ def choose_gradient_checkpointing(
     """Decide whether to use gradient checkpointing. Return the configuration with the decision, and
     a line about the memory of a step to print for the user.
 
-    If `config.gradient_checkpointing` is None, it becomes True if a step does not fit in the
-    device's memory without gradient checkpointing, and False otherwise. If it is not None, it stays
-    unchanged.
+    If `config.gradient_checkpointing` is True or False, it stays unchanged. If it is None, it
+    becomes True for a step that does not fit in the device's memory without gradient checkpointing,
+    else False.
 
     device_bytes: memory that one process may use, None if the device is not on this machine. The
     other arguments are those of `estimate_step_memory`.
@@ -260,10 +261,7 @@ def choose_gradient_checkpointing(
         gradient_checkpointing = False
         if device_bytes is not None:
             gradient_checkpointing = step_bytes[False] > MAX_MEMORY_SHARE * device_bytes
-    line = (
-        f"memory     {format_bytes(step_bytes[gradient_checkpointing])} on each device at the "
-        "peak of a step"
-    )
+    line = f"memory     {format_bytes(step_bytes[gradient_checkpointing])} on each device at the peak of a step"
     if device_bytes is not None:
         line += f", of {format_bytes(device_bytes)}"
     alternative = not gradient_checkpointing
@@ -273,10 +271,7 @@ def choose_gradient_checkpointing(
         device_bytes is not None
         and step_bytes[gradient_checkpointing] > MAX_MEMORY_SHARE * device_bytes
     ):
-        line += (
-            ". A step may not fit. Options that reduce the memory are optim.micro_batch_size=1, "
-            "deepspeed=zero2, target.shard=true, and features= (stored features)"
-        )
+        line += ". A step may not fit. Options that reduce the memory are optim.micro_batch_size=1, deepspeed=zero2, target.shard=true, and features= (stored features)"
     return configs[gradient_checkpointing], line
 
 

@@ -2,9 +2,9 @@
 trained drafters on the same texts.
 
 A variant is the base configuration with some options changed. Each variant is trained once per
-seed, in an ordinary training run. The texts are the target's greedy answers to held-out prompts.
-A replay lets each drafter draft along these known texts and counts exactly how many tokens it
-commits per round (infer/evaluation/replay.py).
+seed, in an ordinary training run. The texts are the target's greedy answers to held-out prompts. A
+replay computes how many tokens each drafter would commit per round if these texts were decoded with
+it (infer/evaluation/replay.py).
 """
 
 import json
@@ -75,9 +75,7 @@ class StudyCommand:
             existing_base = json.loads(texts_file.read_text())["base"]
             if existing_base != self.base:
                 raise ValueError(
-                    f"out={self.out} has a study with another base configuration, "
-                    f"base={existing_base}; base={self.base} is given. Choose another folder with "
-                    "out="
+                    f"out={self.out} has a study with another base configuration, base={existing_base}; base={self.base} is given. Choose another folder with out="
                 )
         for variant in self.variants:
             self.compose_run(variant, 0)
@@ -105,8 +103,7 @@ class StudyCommand:
             return compose_checked_options("train", TrainConfig, overrides)
         except ValueError as error:
             raise ValueError(
-                f"variants: {f'the variant {variant}' if variant else 'the base configuration'} "
-                f"is invalid: {error}"
+                f"variants: {f'the variant {variant}' if variant else 'the base configuration'} is invalid: {error}"
             ) from error
 
 
@@ -137,7 +134,7 @@ def run_study(config: StudyCommand) -> None:
 
 
 def train_and_exit(run: TrainConfig) -> None:
-    """Train a drafter as configured in this process, and then end the process."""
+    """Train a drafter with the configuration `run` in this process, and then end the process."""
     from train.main import exit_without_handlers
 
     with exit_without_handlers(), report_errors_and_exit():
@@ -162,17 +159,17 @@ def train_in_subprocess(run: TrainConfig) -> None:
         process.join()  # after Ctrl-C, wait until the process has saved its run
     if process.exitcode:
         raise RunAborted(
-            f"the training run {run.name} failed with exit code {process.exitcode}; see the error "
-            "message above"
+            f"the training run {run.name} failed with exit code {process.exitcode}; see the error message above"
         )
 
 
 class DrafterMeasurer:
-    """Measures drafters on the same texts: the target's greedy answers to held-out prompts."""
+    """Measures the tokens per round and the seconds per round of several drafters on the same
+    texts. The texts are the target's greedy answers to held-out prompts."""
 
     def __init__(self, config: StudyCommand) -> None:
-        """Load the target. If the study's folder has no texts yet, let the target generate and save
-        them."""
+        """Load the target. If the study's folder has no texts yet, generate texts with the target
+        and write them to this folder."""
         from data.prompts import select_evaluation_prompts
         from infer.api import decode_prompts
         from infer.cli.models import load_target_and_drafter
@@ -202,7 +199,8 @@ class DrafterMeasurer:
         self.texts = json.loads(texts_file.read_text())["texts"]
 
     def replay_last_checkpoint(self, run: Path) -> dict:
-        """Compute how many tokens per round the drafter of a training run commits on the texts.
+        """Compute how many tokens per round the drafter of a training run would commit if it
+        decoded the study's texts.
 
         run: the folder of the run; its last checkpoint is used.
 
@@ -273,7 +271,8 @@ def print_and_write_study_results(
     study.svg. The variant with the largest acceptance length with trees comes first.
 
     results: keys are variants, values are the results of their runs, from
-        `DrafterComparer.replay_last_checkpoint`. All variants are compared with the first variant.
+        `DrafterComparer.replay_last_checkpoint`. The first variant is the one that all variants are compared
+        with.
     round_seconds: the result of `DrafterComparer.time_rounds`.
     out: the folder to write to.
     """
@@ -316,8 +315,8 @@ def print_and_write_study_results(
 def pool_acceptance_length(
     runs: list[dict], method: str, base_runs: list[dict] | None = None
 ) -> tuple[float, list[float] | None]:
-    """Return the acceptance length of all runs together, and its confidence interval over texts:
-    [low, high], or None with too few texts.
+    """Return the acceptance length over the texts of all runs, and its confidence interval [low,
+    high]. The interval is None if there are too few texts to compute it.
 
     runs: results of `DrafterComparer.replay_last_checkpoint`. method: one of STUDY_METHODS. If
     `base_runs` is given, the ratio of the acceptance lengths of `runs` and `base_runs` and the

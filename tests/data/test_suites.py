@@ -273,7 +273,7 @@ def test_each_file_or_folder_of_the_user_is_a_set(tmp_path):
 def test_invalid_rows_are_named(tmp_path, line):
     (tmp_path / "a.jsonl").write_text('{"turns": ["x"]}\n' + line + "\n")
     with pytest.raises(
-        ValueError, match=r"a\.jsonl, line 2: a row must be a JSON object with the key turns"
+        ValueError, match=r'a\.jsonl, line 2: a row must be a JSON object with the key "turns"'
     ):
         load_suite(SuiteConfig("files", str(tmp_path)))
 
@@ -281,7 +281,7 @@ def test_invalid_rows_are_named(tmp_path, line):
 def test_a_missing_column_is_named(tmp_path):
     (tmp_path / "gsm8k.jsonl").write_text('{"problem": "x"}\n')
     with pytest.raises(
-        ValueError, match=r"gsm8k\.jsonl, line 1: a row of GSM8K must have a column question"
+        ValueError, match=r'gsm8k\.jsonl, line 1: a row of GSM8K must have a column "question"'
     ):
         load_suite(SuiteConfig("ddtree", str(tmp_path), ["gsm8k"]))
 

@@ -11,8 +11,8 @@ where the expectation E is over t, uniform in (0, 1], and over the masking at no
 
 Given that k of the n tokens are masked, t has the distribution Beta(k + 1, n - k + 1), and the mean
 of 1/t is (n + 1) / k. This mean is used in place of 1/t. The expectation stays the same. The
-variance is infinite with 1/t, and small with the mean. For the same reason, LLaDA's eq. 6 measures
-likelihoods by the number of masked tokens.
+variance of the estimate is infinite with 1/t, and small with the mean. For the same reason, LLaDA's
+eq. 6 also uses the number of masked tokens instead of t.
 
 Decoding proceeds block by block, so a text may also be divided into blocks:
 -log p(x) = sum over blocks of -log p(block | tokens before the block). Each term has an upper bound
@@ -62,8 +62,8 @@ def sample_noise(documents: torch.Tensor, generator: torch.Generator) -> Masking
     documents: (B, num_tokens) document number of each token, -1 for padding.
 
     The noise levels (masking probabilities) of a batch are evenly spread over (0, 1], as in MDLM's
-    low-discrepancy sampler. Each level is uniform, and the mean of the levels varies less than with
-    independent levels.
+    low-discrepancy sampler. Each single level is uniformly distributed. The mean of all levels
+    varies less than that of independent levels.
     """
     batch_size, length = documents.shape
     num_documents = int(documents.max()) + 1 if documents.numel() else 0
@@ -131,9 +131,9 @@ def exclude_unpredictable_tokens(
 ) -> dict[str, torch.Tensor]:
     """Return a copy of the batch in which tokens that the model cannot predict have no loss.
 
-    These are the mask tokens of the text itself, and the first token of each document. The first
-    token cannot be predicted, because the model predicts a token from its output at the position
-    before this token, as in Dream.
+    These are mask tokens that the text already contains, and the first token of each document. The
+    first token cannot be predicted, because the model predicts a token from its output at the
+    position before this token, as in Dream.
 
     batch: the columns of packed sequences.
     """

@@ -107,8 +107,8 @@ def save_checkpoint(
 
 
 def save_rolling_state(run: Path, step: int, drafter: Drafter, engine: "DeepSpeedEngine") -> Path:
-    """Save the training state without the drafter, in place of the previous such state. Return the
-    folder of the saved state. All processes must call this function together."""
+    """Save the training state without the drafter, and remove the previously saved rolling state.
+    Return the folder of the new state. All processes must call this function together."""
     state = gather_training_state(drafter, engine)
     folder = run / "checkpoints" / f"rolling-{step:08d}"
     return run_on_first_process(lambda: _write_checkpoint(folder, step, state, None))
@@ -176,9 +176,10 @@ def remove_superseded_states(run: Path, step: int) -> None:
     """Remove the training states that are not needed once the training state of `step` is saved.
 
     The newest NUM_CHECKPOINTS_KEEPING_TRAINING_STATE checkpoints up to `step` keep their training
-    state. Older folders rolling-<step> are removed. Checkpoints newer than `step` are damaged; they
-    stay until the run overwrites them. If the process is killed during the removal, the next start
-    of the run finishes the removal.
+    state. Older folders rolling-<step> are removed. Checkpoints newer than `step` are damaged,
+    because the run is resumed from the newest undamaged one. They stay until the run overwrites
+    them. If the process is killed during the removal, the next start of the run finishes the
+    removal.
     """
     checkpoints = [folder for folder in list_checkpoints(run) if parse_step(folder) <= step]
     for folder in checkpoints[:-NUM_CHECKPOINTS_KEEPING_TRAINING_STATE]:
@@ -220,8 +221,9 @@ def find_newest_resumable_folder(run: Path) -> tuple[Path | None, list[str]]:
     """Return the newest undamaged folder from which the run can be resumed, and messages for the
     user about newer folders that are damaged.
 
-    The folder contains a checkpoint, or a training state without a drafter. It is None if there is
-    no undamaged folder. Each message says why a folder was skipped.
+    The folder contains a checkpoint, or a training state without a drafter. None is returned in
+    place of a folder if all are damaged or there are none. Each message says why a folder was
+    skipped.
     """
     skipped = []
     folders = [*list_checkpoints(run), *list_rolling_states(run)]

@@ -109,9 +109,9 @@ def evaluate_checkpoint(
 def evaluate_best_checkpoint_fully(run: RunState, log: RunLog) -> None:
     """Evaluate the best checkpoint on all prompt sets, unless this was already done.
 
-    The last checkpoint has already been evaluated on all of them. The new results can make another
-    checkpoint the best one; that checkpoint is then evaluated, too. The report, the model card and
-    the `doctor` command use the results.
+    The run's last checkpoint has already been evaluated on all prompt sets. The new results of the
+    best checkpoint can be worse than those of another checkpoint. That checkpoint is then the best
+    one and is evaluated, too. The report, the model card and the `doctor` command use the results.
     """
     fully_evaluated = {list_checkpoints(run.folder)[-1].name}
     while True:
@@ -217,7 +217,8 @@ def merge_and_write_evaluation(
     """Merge the measurements of all processes, write them to the checkpoint's evaluation.json, and
     print one line with the results. Print a second line if outputs differ from baseline decoding.
 
-    folder: the checkpoint's folder. shares: the result of `decode_prompt_share` of each process.
+    folder: the checkpoint's folder. measurements_by_process: for each process, its result of
+    `decode_prompt_share`.
     """
     measured = [
         merge_measurements(set_shares) for set_shares in zip(*measurements_by_process, strict=True)
@@ -230,9 +231,7 @@ def merge_and_write_evaluation(
     log.print_line(f"step {result.step}: {taus}")
     if breaks_losslessness(result):
         log.print_line(
-            f"!!! NOT LOSSLESS at step {result.step}: greedy outputs differ from baseline "
-            "decoding in float32. This is a bug of this program or machine, not of the drafter. "
-            f"See {folder}/evaluation/evaluation.json"
+            f"!!! NOT LOSSLESS at step {result.step}: greedy outputs differ from baseline decoding in float32. This is a bug of this program or machine, not of the drafter. See {folder}/evaluation/evaluation.json"
         )
 
 
@@ -259,8 +258,7 @@ def write_evaluation_failure(out: Path, errors: list[str], log: RunLog) -> None:
     (out / "evaluation.json").unlink(missing_ok=True)
     atomic_write(out / EVALUATION_FAILURE_FILE, "\n".join(errors))
     log.print_line(
-        f"The evaluation at step {parse_step(out.parent)} failed, and training continues. The "
-        f"error is {errors[0].splitlines()[0]}"
+        f"The evaluation at step {parse_step(out.parent)} failed, and training continues. The error is {errors[0].splitlines()[0]}"
     )
 
 
@@ -326,17 +324,14 @@ def write_and_print_final_report(run: Path, log: RunLog) -> None:
     evaluations = read_evaluations(run)
     print_best_result(evaluations)
     print(
-        f"\nreport      {page} (also shows more prompts, results with sampling, and the speedup "
-        "from trees)"
+        f"\nreport      {page} (also has the results on further prompts and with sampling, and the speedup from trees)"
     )
     print(f"drafter     {run / 'checkpoints' / 'best' / 'drafter'}")
     print(f"metrics     {run / 'metrics.jsonl'}", flush=True)
     wrong_steps = [str(result.step) for result in evaluations if breaks_losslessness(result)]
     if wrong_steps:
         raise RunAborted(
-            f"greedy outputs differ from baseline decoding in float32 "
-            f"(step {', '.join(wrong_steps)}). This is a bug of this program or machine. See "
-            f"evaluation.json of these checkpoints and {page}, and report the bug"
+            f"greedy outputs differ from baseline decoding in float32 (step {', '.join(wrong_steps)}). This is a bug of this program or machine. See evaluation.json of these checkpoints and {page}, and report the bug"
         )
 
 
@@ -347,8 +342,7 @@ def print_best_result(evaluations: list[Evaluation]) -> None:
     too_few_prompts = describe_too_few_prompts(evaluations)
     print(f"\n{too_few_prompts}" if too_few_prompts else "")
     print(
-        f"Best checkpoint: step {best.step}, greedy on {best.prompts} held-out prompts, "
-        f"{best.device}\n"
+        f"Best checkpoint: step {best.step} (measured with greedy decoding of {best.prompts} held-out prompts on {best.device})\n"
     )
     print(f"{format_method_table(best)}\n\n{format_findings(best)}")
     for result in (best, *(best.other_evaluations or ())):

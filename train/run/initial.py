@@ -25,11 +25,7 @@ from infer.targets.target import Target
 from train.config import TrainConfig
 from train.seeding import seeded_generator
 
-NO_WARM_START_WARNING = (
-    "the drafter starts from random weights, because the target's layers have another "
-    "architecture than the drafter's (for example, DFlash normalises queries and keys, and Llama "
-    "does not). drafter.warm_start=false turns this warning off"
-)
+NO_WARM_START_WARNING = "the drafter starts from random weights, because the target's layers have another architecture than the drafter's (for example, DFlash normalises queries and keys, and Llama does not). drafter.warm_start=false turns this warning off"
 MAX_QUOTED_WEIGHT_LOADING_ERROR_CHARACTERS = (
     300  # longer PyTorch errors are cut to this length before a message quotes them
 )
@@ -63,9 +59,7 @@ def resolve_drafter_options(options: DrafterConfig, target: TargetConfig) -> Dra
             corrections.append(f"drafter.{key}={value_text}")
     if corrections:
         raise ValueError(
-            f"drafter.init={options.init} has other values for some of the given options: give "
-            f"{' '.join(corrections)}, "
-            "or do not give these options"
+            f"drafter.init={options.init} has other values for some of the given options: give {' '.join(corrections)}, or do not give these options"
         )
     head = choose_head(options, HeadConfig(**read_head_options(drafter.family_config)))
     return replace(options, **init_options, head=head)
@@ -95,8 +89,7 @@ def load_drafter_weights(
     except RuntimeError as error:
         reason = " ".join(str(error).split())[:MAX_QUOTED_WEIGHT_LOADING_ERROR_CHARACTERS]
         raise ValueError(
-            f"{checkpoint} contains the weights of another drafter ({reason}): choose another name "
-            "for the run with name="
+            f"{checkpoint} contains the weights of another drafter ({reason}): choose another name for the run with name="
         ) from error
 
 
@@ -104,15 +97,15 @@ def choose_head(options: DrafterConfig, init_head_options: HeadConfig) -> HeadCo
     """Choose the conditional head (which conditions each draft token on the previous one) for
     training that starts from an existing drafter. Return the options of the head.
 
-    init_head_options: the head of the existing drafter, which is kept. If its name is 'none', the
-    head in `options` is used. Raises ValueError if there are two heads and their options differ.
+    init_head_options: the options of the existing drafter's head, which is kept. If their name is
+    'none', the drafter has no head, and the head in `options` is used. Raises ValueError if both
+    drafter and `options` have a head and the heads' options differ.
     """
     if init_head_options.name == "none":
         return options.head
     if options.head.name != "none" and options.head != init_head_options:
         raise ValueError(
-            f"drafter.init={options.init} already has a conditional head with the options "
-            f"{vars(init_head_options)}: do not give the option head="
+            f"drafter.init={options.init} already has a conditional head with the options {vars(init_head_options)}: do not give the option head="
         )
     return init_head_options
 
@@ -132,7 +125,8 @@ def create_initial_drafter(
     """Create or load the drafter that training starts from, in float32.
 
     draft_tokens: (num_tokens,) the token ids of the reduced vocabulary, or None for the whole
-        vocabulary. They are ignored if the existing drafter has a vocabulary of the same size.
+        vocabulary. They are ignored if an existing drafter is loaded whose reduced vocabulary has
+        the configured size.
 
     Raises ValueError if the drafter does not fit the target.
     """
@@ -144,8 +138,8 @@ def create_initial_drafter(
 def _create_new_drafter(
     config: TrainConfig, target: Target, draft_tokens: torch.Tensor | None
 ) -> Drafter:
-    """Create a new drafter. With drafter.warm_start=true, its layers start as copies of target
-    layers, if both have the same architecture."""
+    """Create a new drafter. With drafter.warm_start=true, its layers start as copies of layers of
+    the target, if these have the same architecture."""
     options = config.drafter
     drafter = create_drafter(options, target)
     drafter.config.chat_template_kwargs = config.target.chat_template_kwargs or None

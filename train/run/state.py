@@ -132,7 +132,8 @@ class RunState:
 
     def load_decoding_target(self) -> Target:
         """Return the target for evaluations. The target that is in memory for training is reused if
-        it has all layers and the right dtype. Otherwise another copy is loaded."""
+        it has all its layers and the dtype `decoding_dtype`. Otherwise, the target is loaded
+        again."""
         if self.config.features is None and self.target.dtype == self.decoding_dtype:
             return self.target
         return load_frozen_target(self.config, self.device, self.decoding_dtype)
@@ -215,7 +216,8 @@ def complete_config(
     config = replace(config, drafter=drafter_options, anchors_per_sequence=anchors)
 
     # Use the memory of the smallest device in all processes, so that their configurations are the
-    # same. They must be, because all processes gather each layer of a sharded model together.
+    # same. The configurations must be the same, because all processes gather each layer of a
+    # sharded model together.
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     memory_bytes = torch.tensor(
         available_device_memory(device, local_world_size), dtype=torch.float64
@@ -249,8 +251,8 @@ def resolve_precision(config: TrainConfig, device: torch.device) -> str:
 
 
 def use_recorded_defaults(config: TrainConfig) -> DrafterConfig:
-    """Return the drafter's options; those that are None get the values that the drafter of the
-    run's newest checkpoint has, if there is a checkpoint.
+    """Return the drafter's options. If the run has a checkpoint, options that are None get the
+    values of the newest checkpoint's drafter.
 
     A resumed run must not use the program's current defaults, which may have changed since the run
     started.
@@ -273,8 +275,9 @@ def use_recorded_defaults(config: TrainConfig) -> DrafterConfig:
 def set_mask_token(
     options: DrafterConfig, target: Target, dataset: "StoredFeatures | Dataset"
 ) -> DrafterConfig:
-    """Choose a mask token if a new drafter needs one and none is configured: a token that does not
-    occur in the training data. Return the drafter's options with this token.
+    """Return the drafter's options with a mask token. If a new drafter needs a mask token and none
+    is configured, a token that does not occur in the training data is chosen. Otherwise, the
+    options are returned unchanged.
 
     Raises ValueError if there is no such token.
     """
@@ -323,10 +326,7 @@ def describe_run(
     draft_tokens: (num_tokens,) the token ids of the reduced vocabulary, or None.
     """
     hf_config = target.config
-    target_line = (
-        f"target     {config.target.path}, {hf_config.num_hidden_layers} layers of hidden size "
-        f"{hf_config.hidden_size}, {weight_format_name(target)}"
-    )
+    target_line = f"target     {config.target.path}, {hf_config.num_hidden_layers} layers of hidden size {hf_config.hidden_size}, {weight_format_name(target)}"
     if config.target.chat_template_kwargs:
         target_line += f"; chat template arguments {config.target.chat_template_kwargs}"
 
@@ -335,27 +335,20 @@ def describe_run(
     num_tokens = sum(int((values >= 0).sum()) for values in iterate_column(dataset, "documents"))
     num_learned = sum(int(values.sum()) for values in iterate_column(dataset, "loss"))
     fill_percent = 100 * (num_tokens / (num_sequences * length))
-    data_line = (
-        f"data       {describe_data(config.data)}: {num_sequences:,} rows of {length:,} tokens, "
-        f"{fill_percent:.1f} % full; {num_learned:,} tokens to learn from"
-    )
+    data_line = f"data       {describe_data(config.data)}: {num_sequences:,} rows of {length:,} tokens, {fill_percent:.1f} % full; {num_learned:,} tokens to learn from"
 
     anchor_limit = ""
     if config.anchors_per_document:
         anchor_limit = f" and at most {config.anchors_per_document} per document"
     precision = str(get_drafter_matmul_dtype(config, device)).removeprefix("torch.")
-    run_line = (
-        f"run        {describe_run_length(config, num_sequences)} of {config.optim.batch_size} "
-        f"rows, {config.anchors_per_sequence} blocks per row{anchor_limit}, matmuls in {precision}"
-    )
+    run_line = f"run        {describe_run_length(config, num_sequences)} of {config.optim.batch_size} rows, {config.anchors_per_sequence} blocks per row{anchor_limit}, matmuls in {precision}"
 
     lines = [target_line, data_line, run_line]
     if draft_tokens is not None:
         counts = count_supervised_tokens(dataset, target)
         coverage_percent = 100 * counts[draft_tokens].sum() / counts.sum()
         lines.append(
-            f"vocabulary {len(draft_tokens):,} of {len(counts):,} tokens, which cover "
-            f"{coverage_percent:.1f} % of the tokens to learn from"
+            f"vocabulary {len(draft_tokens):,} of {len(counts):,} tokens, which cover {coverage_percent:.1f} % of the tokens to learn from"
         )
     return lines
 
@@ -364,10 +357,7 @@ def describe_data(data: DataConfig) -> str:
     """Return a text for the user that names the training data and, where known, says whether the
     target generated the answers."""
     if data.source == "hub":
-        return (
-            f"{data.path} ({data.split}), with answers that were published and not generated by "
-            "this target (./launch.sh regenerate lets the target generate them)"
-        )
+        return f"{data.path} ({data.split}), with answers that were published and not generated by this target (./launch.sh regenerate lets the target generate them)"
     if data.source == "mixture":
         return " + ".join(f"{entry.path} x {entry.weight:g}" for entry in data.datasets)
     if data.path:
