@@ -68,7 +68,7 @@ class Generation:
     ids: ids of the generated tokens, with the end token if the model generated one
     prompt_ids: token ids of the prompt
     finish_reason: "stop" after an end token or stop string, "length" at the limit of tokens, or
-        "loop" for an output that repeats itself (TextOptions.loop_period)
+        "loop" for an output that repeats itself (SamplingOptions.loop_period)
     commits: numbers of tokens that the prefill and then each decoding round added to `ids`; empty
         for a masked diffusion model
     logprobs: one entry for every token of `ids`; empty if log-probabilities were not requested

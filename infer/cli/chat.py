@@ -40,7 +40,7 @@ class ChatCommand(ServeCommand):
     target: see TargetConfig in infer/config.py
     checkpoint: a drafter folder, a training checkpoint, or the name of a target whose drafter this
         repository contains (embedded, smollm2). The default is the drafter in the target's folder
-    drafter: see LoadedConfig in infer/config.py
+    drafter: see DrafterLoadConfig in infer/config.py
     decoding: see EngineConfig in infer/config.py
     masked: only if the target is a masked diffusion model, see MaskedConfig in
         infer/masked/config.py

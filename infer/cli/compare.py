@@ -30,7 +30,7 @@ class CompareCommand(CommandWithData):
         lookup, which drafts the continuation of an earlier n-gram of the sequence
     out: folder for the table, the figure and the results as JSON
     target: see TargetConfig in infer/config.py
-    drafter: see LoadedConfig in infer/config.py
+    drafter: see DrafterLoadConfig in infer/config.py
     data: held-out prompts, see DataConfig in data/rows.py
     evaluation: see EvaluationConfig in infer/config.py
     """

@@ -42,7 +42,7 @@ class EvalCommand(CommandWithData):
         target's folder
     out: folder for the report and the results as JSON
     target: see TargetConfig in infer/config.py
-    drafter: see LoadedConfig in infer/config.py
+    drafter: see DrafterLoadConfig in infer/config.py
     data: held-out prompts, see DataConfig in data/rows.py
     evaluation: see EvaluationConfig in infer/config.py
     suite: question sets that are used instead of data, see SuiteConfig in data/suites.py. The

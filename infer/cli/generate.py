@@ -27,7 +27,7 @@ class GenerateCommand(CommandWithDrafter):
         prompt as text. null means true if the target has a chat template that adds text to a
         message, else false
     target: see TargetConfig in infer/config.py
-    drafter: see LoadedConfig in infer/config.py
+    drafter: see DrafterLoadConfig in infer/config.py
     decoding: see DecodeOptions in infer/config.py
     masked: only if the target is a masked diffusion model, see MaskedConfig in
         infer/masked/config.py

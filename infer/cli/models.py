@@ -46,7 +46,7 @@ class CommandWithTarget:
 class CommandWithDrafter(CommandWithTarget):
     """Options of a command that decodes with a drafter.
 
-    drafter: see LoadedConfig in infer/config.py
+    drafter: see DrafterLoadConfig in infer/config.py
     """
 
     drafter: DrafterLoadConfig = field(default_factory=DrafterLoadConfig, kw_only=True)

@@ -1,4 +1,4 @@
-"""Builds, measures and finds the acceptance reference of a drafter.
+"""Builds, measures and reads the acceptance reference of a drafter.
 
 The reference contains public prompts, the target's greedy answers to these prompts, and how many
 draft tokens were accepted at each position of the draft. It is measured with chains, which are
@@ -25,7 +25,8 @@ from infer.evaluation.results import (
 from infer.formats.folders import find_drafter_folder
 from infer.targets.target import Target, weight_format_name
 
-ACCEPTANCE_REFERENCE_FILE_NAME = "acceptance.json"  # file in the folder of an exported drafter
+# Name of the file in the folder of an exported drafter
+ACCEPTANCE_REFERENCE_FILE_NAME = "acceptance.json"
 MAX_ACCEPTANCE_REFERENCE_ANSWER_TOKENS = 64
 
 
@@ -106,7 +107,8 @@ def count_accepted_drafts(
     """Count, over the rounds of one sequence, how often each position of the draft was accepted.
 
     commits: how many tokens the prefill and each decoding round added to the output, in this order
-    countable_tokens: rounds that begin after this many output tokens are not counted
+    countable_tokens: a round is counted only if the output had fewer tokens before it than this
+        number
     draft_length: number of drafted tokens per round
     """
     committed, *round_commits = commits

@@ -1,6 +1,5 @@
-"""Formats the results of a suite of question sets like Table 1 of the DDTree paper.
-
-The results are shown beside those of the paper, which published.csv contains.
+"""Formats the results of a suite of question sets in the form of Table 1 of the DDTree paper,
+beside the results of the paper. published.csv contains the paper's results.
 """
 
 import csv
@@ -18,7 +17,7 @@ PAPER_CITATION = (
 )
 # Results of the DDTree paper for three target models with DFlash drafters
 DDTREE_PAPER_RESULTS_FILE = Path(__file__).with_suffix(".csv")
-# Each column "paper" contains the paper's value of the column to its left.
+# A column "paper" contains the value in the paper for the quantity in the column to its left.
 SUITE_COLUMNS = (
     "set",
     "answers",
@@ -125,10 +124,9 @@ def format_suite(suite: SuiteResult) -> str:
 
 
 def format_paper_table(sets: list[SetResult], published: Sequence[PublishedResult | None]) -> str:
-    """Return a Markdown table of chains and of DDTree with its fastest node budget.
-
-    A chain is a draft without branches. A node budget is the number of drafted nodes per round. The
-    table has a row for each question set and a row of means.
+    """Return a Markdown table with the τ (tokens per round) and the speedup of chains, which are
+    drafts without branches, and of DDTree. Of the node budgets of DDTree (numbers of drafted nodes
+    per round), the fastest is shown. The table has a row for each question set and a row of means.
 
     published: the paper's result for each set, or None. If all are None, the table has no columns
         for the paper
@@ -185,7 +183,7 @@ def find_fastest_budget(methods: Sequence[MethodResult], name: str) -> MethodRes
 
 
 def format_suite_row_numbers(numbers: Sequence[float | None]) -> list[str]:
-    """Return the numbers in one row of the table of `format_paper_table` as strings."""
+    """Return the numbers in one row of `format_paper_table` as strings for the cells."""
     return [
         MISSING_CELL if number is None else number_format.format(number)
         for number_format, number in zip(SUITE_NUMBER_FORMATS, numbers, strict=True)

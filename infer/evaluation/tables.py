@@ -71,10 +71,10 @@ def significance_mark(method: MethodResult) -> str:
 def build_significance_legend(
     methods: Iterable[MethodResult], cells: Iterable[str] = ()
 ) -> list[str]:
-    """Return [INSIGNIFICANT_LEGEND] if INSIGNIFICANT_MARK is used, else an empty list.
+    """Return [INSIGNIFICANT_LEGEND] if a table contains INSIGNIFICANT_MARK, else an empty list.
 
-    methods: methods whose speedups are shown with their marks
-    cells: further texts of table cells that may contain the mark
+    methods: the methods in the table; a method with an insignificant speedup has the mark
+    cells: other cells of the table, which may contain the mark
     """
     texts = [*map(significance_mark, methods), *cells]
     return [INSIGNIFICANT_LEGEND] if any(INSIGNIFICANT_MARK in text for text in texts) else []
@@ -98,7 +98,9 @@ def format_markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) ->
 
 
 def format_method_table(evaluation: Evaluation) -> str:
-    """Return a Markdown table of the methods, followed by the explanation of its marks."""
+    """Return a Markdown table with a row of results for each method, followed by an explanation of
+    the marks in it.
+    """
     rows = [format_method_row(method) for method in evaluation.methods]
     table = format_markdown_table(METHOD_COLUMNS, rows)
     return "\n\n".join([table, *build_significance_legend(evaluation.methods)])
@@ -128,11 +130,12 @@ def format_evaluation(evaluation: Evaluation) -> str:
 
 
 def build_replay_table(evaluation: Evaluation) -> tuple[list[Sequence[str]], str] | None:
-    """Return a table of the replayed chain and DDTrees, and a sentence about them.
+    """Return a table with the τ (tokens per round) of replayed chains and draft trees, and a
+    sentence that compares them. A chain is a draft without branches. A replay computes, without
+    decoding, how many tokens each round would commit.
 
-    A replay computes without decoding how many tokens each round would commit. The first row of the
-    table has the column names, REPLAY_TABLE_COLUMNS. The sentence compares trees with the chain,
-    which is a draft without branches. Returns None if nothing was replayed.
+    The first row of the table has the column names REPLAY_TABLE_COLUMNS. Returns None if nothing
+    was replayed.
     """
     study = evaluation.tree_study
     if study is None:
@@ -204,9 +207,10 @@ def format_headline(evaluation: Evaluation) -> str:
 def list_findings(evaluation: Evaluation) -> list[str]:
     """Return sentences that summarise an evaluation.
 
-    They say which τ (tokens per round) the chain has, how fast other engines can be with this
-    drafter if they verify only chains (drafts without branches), and which speedups were measured
-    on this machine. The last sentence says whether the outputs equal those of baseline decoding.
+    They give the τ (tokens per round) of chains, which are drafts without branches; the highest
+    speedup that other engines can have with this drafter if they verify only chains; and the
+    speedups that were measured on this machine. The last sentence says whether the outputs equal
+    those of baseline decoding.
     """
     sentences = []
     for chain in evaluation.drafter_methods:
@@ -229,8 +233,8 @@ def list_findings(evaluation: Evaluation) -> list[str]:
 def describe_speedups(evaluation: Evaluation) -> str | None:
     """Return a sentence with the speedups that were measured on this machine.
 
-    It names the chain, the best tree without n-grams, the best tree with n-grams, and n-grams
-    without the drafter. Returns None if none of these was measured.
+    It gives the speedups of the chain, of the best tree without n-grams, of the best tree with
+    n-grams, and of n-grams without the drafter. Returns None if none of these was measured.
     """
     drafter_methods = evaluation.drafter_methods
     chains = [method for method in drafter_methods if method.name == "chain"]
@@ -286,8 +290,8 @@ def describe_speedup(method: MethodResult) -> str:
 def list_notes(evaluation: Evaluation) -> list[str]:
     """Return the notes below the tables.
 
-    They say what the time limit left out, how many prompts were measured again, and how many
-    outputs were ended because they repeated themselves.
+    The notes say which prompts were not decoded because of the time limit, how many prompts were
+    measured again, and how many outputs were ended because they repeated themselves.
     """
     notes = []
     for each in evaluation.with_others:

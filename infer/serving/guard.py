@@ -16,20 +16,21 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from infer.serving.config import ServerConfig, is_loopback
 from infer.serving.responses import make_error_response
 
-MAX_HTTP_HEADERS_BYTES = 16 * 1024  # limit of a request's header names and values together
+MAX_HTTP_HEADERS_BYTES = 16 * 1024  # limit of the total size of a request's header names and values
 MAX_CONNECTIONS = 1024  # if more connections are open, requests get status 503
 # Framing bytes of a chunked request are chunk sizes, chunk extensions and trailers, but neither
 # headers nor body. A request may have this many more framing bytes than body bytes.
 MAX_HTTP_BODY_FRAMING_BYTES = 64 * 1024
 HTTP_BYTES_BETWEEN_LIMIT_CHECKS = (
     16 * 1024
-)  # the size limits are checked after each piece of this many received bytes
+)  # number of received bytes after which the size limits are checked
 MAX_PAUSE_IN_REQUEST_BODY_SECONDS = 60  # limit of the time between two parts of a request body
 # When the server stops, connections that are still open after this time are closed. `ApiServer`
 # ends running answers earlier, after SECONDS_TO_FINISH_ANSWERS.
 SHUTDOWN_TIMEOUT_SECONDS = 2
-MAX_QUOTED_HOST_CHARACTERS = 100  # error messages cut a longer Host header
-# Header of an error response after which the rest of the request is not read
+MAX_QUOTED_HOST_CHARACTERS = 100  # in error messages, a longer Host header is cut
+# Header of an error response. The server then closes the connection without reading the rest of the
+# request.
 CLOSE_CONNECTION = {"Connection": "close"}
 # Key that `LimitedH11Protocol` sets in the ASGI state of a request that is too large
 TOO_LARGE_REQUEST_STATE_KEY = "too_large"
@@ -121,9 +122,9 @@ class RequestGuard:
 class LimitedH11Protocol(H11Protocol):
     """An HTTP/1.1 protocol for uvicorn that stops reading a request that is too large.
 
-    A request is too large if one chunk of its body announces more than `max_body` bytes, or if it
-    has too many bytes that are not body, see MAX_HTTP_BODY_FRAMING_BYTES. `RequestGuard` then sends
-    the error response.
+    A request is too large if the header of a chunk of its body announces more than `max_body`
+    bytes, or if the request has too many framing bytes, see MAX_HTTP_BODY_FRAMING_BYTES.
+    `RequestGuard` then sends the error response.
     """
 
     def __init__(self, *args: Any, max_body: int, **options: Any) -> None:
@@ -153,8 +154,8 @@ class LimitedH11Protocol(H11Protocol):
             self.framing_bytes = max(0, self.framing_bytes + len(data) - 2 * body_bytes)
         else:
             self.framing_bytes = 0
-        # After the response was sent, uvicorn discards the rest of the body. Discarded bytes count
-        # as framing bytes, so the limit is larger by the maximum size of a body.
+        # After the response was sent, uvicorn discards the rest of the body. The discarded bytes
+        # are counted as framing bytes, so the limit is increased by the maximum size of a body.
         is_answered = self.cycle.response_complete
         max_framing_bytes = MAX_HTTP_BODY_FRAMING_BYTES + (self.max_body if is_answered else 0)
         # Number of bytes that the current chunk announces. h11 has no public attribute for it.

@@ -22,7 +22,7 @@ from infer.utils.chat_template import tool_arguments_to_json
 MAX_PROMPTS_PER_REQUEST = 4096  # maximum number of prompts in one request
 MAX_METADATA_PAIRS = 64  # maximum number of entries of the field "metadata"
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for /v1/completions
-# Fields that are copied to options of `TextOptions` with the same name
+# Fields that are copied to options of `SamplingOptions` with the same name
 REQUEST_FIELDS_COPIED_TO_TEXT_OPTIONS = {
     "temperature",
     "top_p",
@@ -84,15 +84,16 @@ class StreamOptions(StrictModel):
 class CompletionRequest(StrictModel):
     """Base class with the fields that completion requests and chat requests have in common.
 
-    The fields are those of OpenAI's API, extra fields of vLLM, and `trace` of this server. The
-    properties about chat templates, tools and response formats return empty values. `ChatRequest`
-    overrides them.
+    The fields are those of OpenAI's API, extra fields of vLLM, and `trace` of this server.
+    Properties that only chat requests use (chat template, tools, response format) return empty
+    values here, and are overridden by `ChatRequest`.
     """
 
     is_chat: ClassVar[bool] = False
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1)
-    temperature: float = Field(1.0, ge=0, le=10)  # OpenAI's default is 1, which means sampling
+    # The default 1 is that of OpenAI's API; 0 means greedy decoding
+    temperature: float = Field(1.0, ge=0, le=10)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1)
     min_p: float = Field(0.0, ge=0, le=1)
@@ -103,7 +104,8 @@ class CompletionRequest(StrictModel):
     ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
-    # Field of this server: each streamed chunk also reports the drafted and rejected tokens.
+    # Field of this server only: each streamed chunk also reports the number of draft tokens and the
+    # text of the rejected ones.
     trace: bool = False
     return_token_ids: bool = False  # field of vLLM: the response also contains token ids
     # The four guided_* fields are from vLLM. Each constrains the output.
@@ -177,7 +179,7 @@ class CompletionRequest(StrictModel):
         raise NotImplementedError
 
     def grammar_options(self) -> dict[str, str]:
-        """Return the option of `TextOptions` that constrains the output, as {name: value}.
+        """Return the option of `SamplingOptions` that constrains the output, as {name: value}.
 
         Returns an empty dictionary if the request has no constraint. Raises ValueError if it has
         more than one.
@@ -185,7 +187,7 @@ class CompletionRequest(StrictModel):
         choice_grammar = None
         if self.guided_choice:
             choice_grammar = "start: " + " | ".join(map(json.dumps, self.guided_choice))
-        # Keys are fields of the request. Values are (option of `TextOptions`, its value).
+        # Keys are fields of the request. Values are (option of `SamplingOptions`, its value).
         constraints = {
             "guided_json": ("json_schema", self.guided_json),
             "guided_regex": ("regex", self.guided_regex),
@@ -209,8 +211,8 @@ class CompletionRequest(StrictModel):
     def to_text_options(self, max_new_tokens: int, index: int) -> SamplingOptions:
         """Return the options with which the engine generates one answer to the request.
 
-        If the field `seed` is null, the seed is random. Otherwise it is derived from the field and
-        the index, so that every answer has another seed.
+        If the field `seed` is null, the sampling seed is random. Otherwise the sampling seed is
+        derived from the field and from `index`, so that every answer has a different one.
 
         index: number of the answer in the request
         """
@@ -267,7 +269,8 @@ class ChatRequest(CompletionRequest):
     response_format: ResponseFormat | None = None
     tools: list[ToolDefinition] = Field(default_factory=list, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
-    parallel_tool_calls: bool = True  # whether an answer may contain several required tool calls
+    # If a tool call is required: whether the answer may contain several
+    parallel_tool_calls: bool = True
 
     @model_validator(mode="after")
     def check_combinations(self) -> "ChatRequest":
