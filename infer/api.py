@@ -25,8 +25,10 @@ from infer.engine.sequence import DecodeStats, LogitsProcessor, Sequence, TokenL
 from infer.targets.target import Target
 from infer.utils.chat_template import convert_tool_arguments
 
-MAX_POSITIONS_OF_UNLIMITED_TARGET = 2**31  # used if the target's config.json gives no maximum
-REPLACEMENT_CHARACTER = "\ufffd"  # tokenizers decode an incomplete UTF-8 sequence to this character
+# Maximum sequence length of a target whose config.json gives none
+MAX_POSITIONS_OF_UNLIMITED_TARGET = 2**31
+# Tokenizers return this character for an incomplete UTF-8 sequence
+REPLACEMENT_CHARACTER = "\ufffd"
 
 
 class NonCausalTarget(Protocol):

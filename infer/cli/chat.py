@@ -27,7 +27,7 @@ ACCEPTED_STYLE = "green"
 REJECTED_STYLE = "red strike"
 BONUS_STYLE = "bold yellow"
 MAX_QUOTED_SERVER_RESPONSE_CHARACTERS = (
-    400  # maximum number of characters of a server's response that an error message quotes
+    400  # in error messages, a longer response of the server is cut
 )
 CHAT_CONNECT_TIMEOUT_SECONDS = 10
 
@@ -73,7 +73,7 @@ class ChatCommand(ServeCommand):
 def serve_in_background(config: ChatCommand) -> Generator[str]:
     """Run a server in another thread during the `with` block, and yield its address.
 
-    Raises RunAborted if the server cannot listen at the address that the options give.
+    Raises RunAborted if the server cannot listen at `config.server.host` and `config.server.port`.
     """
     from infer.serving.server import make_server
 
@@ -86,7 +86,7 @@ def serve_in_background(config: ChatCommand) -> Generator[str]:
         try:
             started_or_failed.wait()
             if running_server.done():
-                running_server.result()  # raises the exception that ended the server
+                running_server.result()  # raises the server's exception, if one has ended it
             yield config.server.url
         finally:
             server.should_exit = True
@@ -164,8 +164,9 @@ def print_answer(
         if new_reasoning:
             coloured_text = colour_round(new_reasoning, round_info, has_colours)
             if new_content:
-                # This round contains the end of the reasoning and the start of the content. The
-                # bonus token and the rejected draft tokens are at the end, in the content.
+                # This round contains the end of the reasoning and the start of the content. Its
+                # bonus token and its rejected draft tokens belong to the content, so all tokens of
+                # the reasoning are accepted draft tokens.
                 coloured_text = Text(new_reasoning, ACCEPTED_STYLE)
             coloured_text.stylize("dim")
             console.print(coloured_text, end="", soft_wrap=True)

@@ -1,4 +1,4 @@
-"""The command `doctor`: says why an engine (ours or vLLM) rarely accepts a drafter's tokens."""
+"""The command `doctor`: finds out why our engine or vLLM accepts few draft tokens of a drafter."""
 
 from dataclasses import dataclass
 

@@ -74,8 +74,8 @@ def run(config: ExportCommand) -> None:
             print(warning)
     has_embedding_or_head = drafter.embed_tokens is not None or drafter.lm_head is not None
     if EXPORT_FORMATS[config.format].stores_embedding_and_head or has_embedding_or_head:
-        # Only the target's embedding and output head are needed. The last argument lists the
-        # decoder layers to load, and is empty.
+        # Only the target's embedding and output head are needed. The last argument is the empty
+        # list of decoder layers to load.
         target = load_target(
             target_config.path, target_config.dtype, "cpu", target_config.trust_remote_code, ()
         )

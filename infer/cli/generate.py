@@ -49,7 +49,7 @@ class GenerateCommand(CommandWithDrafter):
 
 
 def has_chat_template(target: Any) -> bool:
-    """Return whether a target has a chat template that does more than output the message itself."""
+    """Return whether a target has a chat template that adds text to a message."""
     from infer.api import encode_prompt
 
     if getattr(target.tokenizer, "chat_template", None) is None:

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 else:
     MaskedConfig = masked_diffusion_options_class()
 
-# Values of the options drafter.* that are allowed without a drafter, because they change nothing.
+# Values of the options drafter.* that are also allowed without a drafter, because they have no
+# effect.
 OPTION_VALUES_NEEDING_NO_DRAFTER = (None, "none", "auto")
 
 
@@ -33,7 +34,8 @@ class CommandWithTarget:
     target: see TargetConfig in infer/config.py
     """
 
-    # Option groups whose defaults come from the training run that wrote the checkpoint, if any.
+    # Sections of options. If the checkpoint was written by a training run, the options in these
+    # sections are by default those of the training run.
     OPTION_SECTIONS_TAKEN_FROM_RUN: ClassVar[tuple[str, ...]] = ("target",)
     target: TargetConfig = field(default_factory=TargetConfig, kw_only=True)
 
@@ -131,8 +133,8 @@ def _load_drafters(
 ) -> list[Any]:
     """Load drafters with the dtype and on the device that the target will have.
 
-    Raises ValueError if options are set but `checkpoints` has no trained drafter ("lookup" is
-    none).
+    Raises ValueError if options are set but `checkpoints` contains no trained drafter. Prompt
+    lookup ("lookup") is not a trained drafter.
     """
     from infer.formats.checkpoint import load_drafter
     from infer.targets.loading import load_config, resolve_device, resolve_dtype

@@ -23,15 +23,19 @@ if TYPE_CHECKING:
     from infer.serving.regeneration_task import PromptExample
 
 TEXT_PREFIX_TOKENS_AS_PROMPT = (
-    96  # number of first tokens that are the prompt, for a plain text without a prompt
+    # If an example is a plain text without a prompt, its first tokens up to this number are the
+    # prompt
+    96
 )
-MAX_FAILED_EXAMPLES = 100  # if more examples than this fail, the run ends with an error
+# Maximum number of failed examples; with more, the run ends with an error
+MAX_FAILED_EXAMPLES = 100
 
 
 @dataclass
 class QuestionsConfig:
-    """How the target generates questions with data=self, before it answers them. The number of
-    questions is data.max_examples, and the seed of sampling is decoding.seed.
+    """How the target generates questions. With data=self, it generates them itself before it
+    answers them. The number of questions is data.max_examples, and the seed of sampling is
+    decoding.seed.
 
     system: system prompts of the chats, used in rotation. An empty list means the system prompt
         that the chat template adds by default, if it has one
@@ -138,8 +142,8 @@ def run(config: RegenerateCommand) -> None:
 class Regeneration:
     """A run of the command `regenerate`, with the loaded target and drafter.
 
-    identity: digests of the target's files, which are stored with the answers; with a server, only
-        the digest of the tokenizer
+    identity: digests of the target's files, which are stored with the answers; if a server
+        generates the answers, only the digest of the tokenizer
     question_prompts: prompts that end where a user's question begins, one for each system prompt;
         empty unless data=self
     """
@@ -182,9 +186,9 @@ class Regeneration:
 
         decoding = config.decoding
         if not decoding.uses_drafter:
-            # max_num_batched_tokens keeps the time between two tokens of a sequence short. Here
-            # only the total time matters, so baseline decoding needs no limit. With a drafter the
-            # limit is kept, because it also bounds the sizes of the draft trees.
+            # max_num_batched_tokens shortens the time between two tokens of a sequence. Here only
+            # the total time matters, so the limit is removed for baseline decoding. It is kept with
+            # a drafter, because it also limits the sizes of the draft trees.
             decoding = replace(decoding, max_num_batched_tokens=None)
         self.options = resolve_decode_options(target_config, decoding, config.masked)
         checkpoint = config.checkpoint if config.decoding.uses_drafter else None
@@ -278,8 +282,9 @@ class Regeneration:
         if config.target.quantization != "none":
             settings["quantization"] = config.target.quantization
         if self.generates_questions:
-            # data.max_examples and the number of examples are left out, so that a run with a larger
-            # data.max_examples continues the file. The first questions of both runs are the same.
+            # The settings contain neither data.max_examples nor the number of examples. A later run
+            # with a larger data.max_examples can therefore continue the file: its first questions
+            # are the same.
             settings["content"]["data"] = asdict(config.questions)
             settings["data"] = {"source": "self"}
             settings["rows"] = None
@@ -323,7 +328,8 @@ def make_question_prompt_examples(
     from infer.serving.regeneration_task import PromptExample
 
     shard_number, shard_count = config.shard_position
-    question_count = cast(int, config.data.max_examples)  # not None: data=self requires it
+    # Data=self requires this option, so it is not None
+    question_count = cast(int, config.data.max_examples)
     for index in range(shard_number - 1, question_count, shard_count):
         yield PromptExample(index, question_prompts[index % len(question_prompts)].text)
 

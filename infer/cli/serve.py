@@ -54,8 +54,8 @@ def open_served_engine(config: ServeCommand) -> "tuple[Engine, str]":
     decoding: Any = config.masked if is_masked_diffusion(config.target.path) else config.decoding
     checkpoint = config.checkpoint if config.decoding.uses_drafter else None
     target, drafter = load_target_and_drafter(config.target, checkpoint, config.drafter)
-    # A masked diffusion model generates whole blocks of tokens, so an output may need more KV cache
-    # positions than it has tokens.
+    # A masked diffusion model generates whole blocks of tokens. Because the last block may be cut,
+    # an output may need more KV cache positions than it has tokens.
     extra_positions = decoding.output_positions(1) - 1
     capacity = min(server.max_length, max_positions(target) - extra_positions)
     engine = open_engine(target, drafter, decoding, capacity)

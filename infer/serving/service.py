@@ -47,7 +47,8 @@ from infer.utils.optional import is_installed, require_installed
 # separates answers into reasoning, content and tool calls.
 ANSWER_FORMAT_ENTRY_POINT = "infer.serving.calls:find_answer_format"
 SERVER_STOPPED_DELTA = make_failure_delta(503, "the server was stopped")
-ENGINE_OPTIONS_IN_METRICS_LABELS = ("method", "budget")  # engine options that /metrics shows
+# Engine options that are labels in /metrics
+ENGINE_OPTIONS_IN_METRICS_LABELS = ("method", "budget")
 DISCONNECT_POLL_SECONDS = 0.1
 # Status that nginx logs if the client closes the connection before the response
 CLIENT_CLOSED_REQUEST = 499
@@ -91,7 +92,8 @@ class CompletionService:
         self.grammar_pool = ThreadPoolExecutor(1, "grammars")
 
     def start(self) -> None:
-        """Start all threads now, because starting one later could fail if memory is short.
+        """Start all threads now. A thread that is started later could fail to start if memory is
+        short.
 
         The tokenizer of llguidance is also built now. For a large vocabulary, this takes a second
         and blocks all threads.
@@ -253,7 +255,9 @@ class CompletionService:
             sequence_request.deltas.put_nowait((sequence_request.index, SERVER_STOPPED_DELTA))
 
     def release(self, sequence_requests: list[SequenceRequest]) -> None:
-        """Remove the sequences of a finished HTTP request, and cancel those that still run."""
+        """Remove the sequences of a finished HTTP request from the active ones, and cancel those
+        that are still being decoded.
+        """
         for sequence_request in self.active_requests.intersection(sequence_requests):
             self.active_requests.discard(sequence_request)
             sequence_request.cancelled = True
