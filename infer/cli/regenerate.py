@@ -33,9 +33,9 @@ MAX_FAILED_EXAMPLES = 100
 
 @dataclass
 class QuestionsConfig:
-    """How the target generates questions. With data=self, it generates them itself before it
-    answers them. The number of questions is data.max_examples, and the seed of sampling is
-    decoding.seed.
+    """How the target generates questions with data=self: it then first generates questions and
+    afterwards answers them. The number of questions is data.max_examples, and the seed of sampling
+    is decoding.seed.
 
     system: system prompts of the chats, used in rotation. An empty list means the system prompt
         that the chat template adds by default, if it has one
@@ -328,7 +328,7 @@ def make_question_prompt_examples(
     from infer.serving.regeneration_task import PromptExample
 
     shard_number, shard_count = config.shard_position
-    # Data=self requires this option, so it is not None
+    # This is not None, because data=self requires the option.
     question_count = cast(int, config.data.max_examples)
     for index in range(shard_number - 1, question_count, shard_count):
         yield PromptExample(index, question_prompts[index % len(question_prompts)].text)

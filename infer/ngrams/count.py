@@ -1,13 +1,15 @@
 """Count the n-grams of a corpus and write them to a file for `infer.ngrams.model`.
 
 The order is the number of tokens of the longest n-grams. Each position of a document gives one
-64-bit key: the token at this position and the next order - 1 tokens, the first one in the highest
-bits. A token is stored as its id plus 1, and 0 stands for a position after the end of the document.
-The keys are sorted. The distinct prefixes of k tokens are then the nodes on level k of the trie.
+64-bit key, which contains the token at this position and the next order - 1 tokens. The first token
+is in the highest bits. A token is stored as its id plus 1, and 0 stands for a position after the
+end of the document. The keys are sorted. The distinct prefixes of k tokens are then the nodes on
+level k of the trie.
 
-Rare n-grams can be left out. A prefix of an n-gram is at least as frequent as the n-gram, so the
-parent of a remaining node always remains. Counts do not change, so Pr(token | context) stays the
-same or becomes 0. All keys are in memory, which takes about 40 bytes per token.
+Rare n-grams can be left out. A prefix of an n-gram is at least as frequent as the n-gram, so a node
+is never kept without its parent. The counts of the other n-grams do not change: Pr(token | context)
+becomes 0 for an n-gram that is left out, and stays the same for all others. Counting takes about 40
+bytes of memory per token of the corpus, because all keys are in memory.
 """
 
 from collections.abc import Callable, Iterable, Sequence

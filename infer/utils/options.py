@@ -14,7 +14,7 @@ from typing import Any
 from infer.utils.checks import TEXT_OR_FILE_METADATA_KEY
 from infer.utils.files import read_limited_text
 
-# Numbers up to this bound fit into 64-bit integers, also after small additions.
+# Numbers below this bound fit into 64-bit integers, also after small numbers are added to them.
 NUMERIC_OPTION_ABSOLUTE_VALUE_BOUND = 2**62
 MAX_OPTION_TEXT_FILE_BYTES = 16 << 20
 # Groups of presets in conf/. If two presets set the same option, the preset of the later group
