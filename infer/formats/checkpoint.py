@@ -25,7 +25,7 @@ from infer.targets.checks import check_finite
 from infer.targets.loading import load_int8_package
 from infer.utils.files import atomic_write
 
-# Optional file beside the weights: n-gram counts with which the scores of draft trees are improved.
+# Optional file beside the weights, with n-gram counts that improve the scores of draft trees.
 NGRAM_FILE_NAME = "ngrams"
 
 
@@ -57,15 +57,15 @@ def load_drafter(
     quantization: str = "none",
     sliding_window: int | None = None,
 ) -> Drafter | PromptLookup:
-    """Load a drafter that was saved by this project or by another project whose config keys and
-    tensor names a drafter family can read.
+    """Load a drafter that was saved by this project, or by another project whose layout (config
+    keys and tensor names) one of the drafter families can read.
 
     folder: a path or an id on the Hugging Face hub, see `find_drafter_folder`; or "lookup" for
         prompt lookup
     dtype: the dtype of the weights; None means the stored dtype
     device: the device of the weights
-    target_layers: the target's number of layers; needed only for drafters, such as DART's published
-        ones, whose config.json does not list the target layers whose hidden states they read
+    target_layers: the target's number of layers. It is needed only for a drafter whose config.json
+        does not list the target layers that it reads, such as the published DART drafters
     quantization: "none", or "int8" for int8 weights (`infer.int8_cpu`), which need float32 on the
         CPU
     sliding_window: the drafter's attention reads at most this number of last positions, see
@@ -106,7 +106,8 @@ def load_drafter(
     if sliding_window is not None:
         limit_attention_window(drafter, sliding_window)
     if quantization == "int8":
-        del weights  # the drafter has its own copy; free this memory before the quantisation
+        # The drafter has a copy of the weights; free this memory before the quantisation
+        del weights
         load_int8_package().quantise_drafter(drafter)
     return drafter
 
@@ -153,8 +154,7 @@ def check_draft_vocabulary(folder: str | Path, d2t: torch.Tensor, vocabulary_siz
     tokens of the target's vocabulary.
 
     folder: the drafter's folder, for the message
-    d2t: (draft_vocab_size,), the target's token id of each draft token, minus the draft token's
-        index
+    d2t: (draft_vocab_size,), for each draft token, the target's token id minus the draft token's id
     """
     tokens = d2t.long() + torch.arange(len(d2t))
     is_inside = ((tokens >= 0) & (tokens < vocabulary_size)).all()

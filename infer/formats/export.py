@@ -17,8 +17,9 @@ from infer.formats.checkpoint import write_drafter_folder
 from infer.targets.loading import load_config
 from infer.targets.target import Target
 
-# The maximum top_k of an exported selector head, which chooses among the top_k tokens of each
-# position. Engines store the scores of all top_k * top_k pairs of consecutive tokens.
+# The maximum top_k of an exported selector head, which chooses among the top_k most likely tokens
+# of each position. Engines store top_k * top_k scores per position, one for each pair of
+# consecutive tokens.
 MAX_SELECTOR_TOP_K = 1024
 
 
@@ -115,8 +116,8 @@ def find_head_limits(drafter: Drafter) -> dict[str, str]:
             "are allowed, because engines store scores for all pairs of these tokens (set "
             "drafter.head.top_k, for example to 16)"
         )
-    # llama.cpp stores the top_k tokens of a position, and the scores of their top_k * top_k pairs
-    # with the tokens before, in a buffer of hidden_size values.
+    # For each position, llama.cpp stores top_k token ids and the scores of top_k * top_k pairs of
+    # consecutive tokens in a buffer of hidden_size values.
     if top_k * (top_k + 1) > hidden_size:
         max_top_k = int((hidden_size + 0.25) ** 0.5 - 0.5)
         limits["selector pairs"] = (
@@ -127,8 +128,10 @@ def find_head_limits(drafter: Drafter) -> dict[str, str]:
 
 
 def check_export(drafter: Drafter, format: str) -> None:
-    """Raise ValueError if `drafter` cannot be exported in the format `format`: because the format
-    cannot store the drafter, or because engines would compute something else than this project."""
+    """Raise ValueError if `drafter` cannot be exported in the format `format`. The reason is that
+    the format cannot store the drafter, or that engines would compute something else with it than
+    this project does.
+    """
     has_convolutions = bool(drafter.family_config.get("conv_kernel_size"))
     check_export_format(drafter.family, format, drafter.head_spec, has_convolutions)
     refused = drafter.family.formats[format].refused_features
@@ -144,8 +147,8 @@ def export_drafter(drafter: Drafter, format: str, target: Target | None, out: Pa
     """Write a drafter to the folder `out` in one of the export formats of its family.
 
     format: a key of `Family.formats`
-    target: required if the format includes the target's embedding and language model head, or if
-        the drafter has its own embedding or head, which is then compared with the target's
+    target: required in two cases: if the format includes the target's embedding and language model
+        head, or if the drafter has its own embedding or head, which is compared with the target's
 
     Raises ValueError if the drafter cannot be exported in this format (`check_export`), and if
     `target` is required and None.
@@ -153,7 +156,8 @@ def export_drafter(drafter: Drafter, format: str, target: Target | None, out: Pa
     check_export(drafter, format)
     family_config = drafter.family_config
     if format == "gguf":
-        # Write a format that llama.cpp's converter reads. `convert_to_gguf` runs it afterwards.
+        # Write a format that llama.cpp's converter reads. `convert_to_gguf` runs the converter
+        # afterwards.
         if family_config.get("sample_from_anchor") or family_config.get("markov_rank"):
             source_format = "dspark"
         elif drafter.head_spec is None:
@@ -175,7 +179,7 @@ def export_drafter(drafter: Drafter, format: str, target: Target | None, out: Pa
         weights.pop("d2t", None)
     causal = family_config.get("causal")
     if causal is not None and not export_format.stores_embedding_and_head:
-        # Write the flag under two keys, because the engines of these formats read different ones.
+        # Write the flag for causal attention under two keys, because engines read different keys.
         config["is_causal"] = causal
         config[drafter.family.config_key] |= {"causal_head": causal}
     write = drafter.export_writers[format]

@@ -16,7 +16,8 @@ from infer.targets.loading import EMBEDDED_TARGET_FOLDER
 from infer.utils.files import json_digest, read_limited_text
 
 MAX_JSON_BYTES = 64 << 20
-# Path of the drafter within the folder of a training checkpoint, and within that of a training run.
+# Path of the drafter within the folder of a training checkpoint, and within the folder of a
+# training run.
 DRAFTER_SUBFOLDERS = ("drafter", "checkpoints/best/drafter")
 # Drafters that are part of this repository. Keys are the targets' names, values the folders.
 BUNDLED_DRAFTERS = {
@@ -98,8 +99,8 @@ class DrafterFolder:
         return replace(self, tensors=tensors)
 
     def remove_padding(self, padded_rows: int | None, vocabulary_size: int) -> "DrafterFolder":
-        """Return a copy of this object in which the vocabulary has no padding. Of each tensor with
-        `padded_rows` rows, only the first `vocabulary_size` rows will be loaded.
+        """Return a copy of this object in which the vocabulary has no padding: of each tensor with
+        `padded_rows` rows, `load` then loads only the first `vocabulary_size` rows.
 
         padded_rows: size of the padded vocabulary; None if there is no padding
         """
@@ -214,7 +215,8 @@ def _list_weight_files(folder: Path, problems: list[str]) -> list[str]:
 
     file_names = []
     for file_name in sorted({str(file_name) for file_name in weight_map.values()}):
-        # The pattern allows no slashes, so that the index cannot name files outside this folder.
+        # The pattern allows no slashes, so that the index file cannot name files outside this
+        # folder.
         is_safe = re.fullmatch(r"[\w-][\w.-]*\.safetensors", file_name)
         if is_safe and (folder / file_name).is_file():
             file_names.append(file_name)

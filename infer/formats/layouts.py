@@ -62,8 +62,9 @@ def parse_drafter_config(folder: DrafterFolder, target_layers: int | None = None
 
 
 def refuse_config(reason: str) -> ParsedConfig:
-    """Return the result for a config.json that no drafter family can read: a `ParsedConfig` without
-    options, whose only problem is `reason`."""
+    """Return a `ParsedConfig` for a config.json that no drafter family can read. It has no options,
+    and its only problem is `reason`.
+    """
     return ParsedConfig("none", None, {}, [f"config.json: {reason}"])
 
 

@@ -437,8 +437,8 @@ def compute_next_token_probabilities(
     probabilities: (K,), filled with the result
 
     The probability is count(context, token) / count(context) (DART section 4). The context is the
-    longest suffix of the path that the token follows in the corpus. The probability after a shorter
-    suffix is used without a discount.
+    longest suffix of the path that the token follows in the corpus. If longer suffixes were tried
+    before, the probability is not discounted (no back-off weight).
     """
     for i in range(len(tokens)):
         probabilities[i] = fallback_probabilities[i]
