@@ -340,7 +340,8 @@ def max_positions(target: AnyTarget) -> int:
 def check_prompt_lengths(
     target: AnyTarget, options: DecodeOptions, prompts: list[list[int]]
 ) -> None:
-    """Raise ValueError if a prompt and max_new_tokens more tokens exceed the target's limit.
+    """Raise ValueError if a prompt and an output of max_new_tokens tokens exceed the target's
+    maximum sequence length.
 
     prompts: token ids of each prompt
     """
@@ -349,8 +350,8 @@ def check_prompt_lengths(
     limit = max_positions(target)
     if positions > limit:
         raise ValueError(
-            f"prompt and output may take {positions} positions together, and the target has "
-            f"{limit}: shorten the prompt or reduce max_new_tokens"
+            f"prompt and output together may need {positions} positions, but the target supports "
+            f"only {limit}: shorten the prompt or reduce max_new_tokens"
         )
 
 

@@ -94,8 +94,8 @@ def measure_engine(client: httpx.Client, reference: AcceptanceReference) -> Engi
         answer_ids = [answer["choices"][0]["token_ids"] for answer in answers]
     except (httpx.HTTPError, LookupError, TypeError) as error:
         raise ValueError(
-            f"url={client.base_url}: no supported engine answers there ({error!r}); give the "
-            "address of a vLLM server or of a server of this project"
+            f"url={client.base_url}: no supported engine answers at this address ({error!r}); "
+            "give the address of a vLLM server or of a server of this project"
         ) from error
 
     acceptance = [
@@ -105,8 +105,8 @@ def measure_engine(client: httpx.Client, reference: AcceptanceReference) -> Engi
     rounds = sum(counts.rounds for counts in acceptance)
     if not rounds:
         raise ValueError(
-            f"url={client.base_url}: {counters.engine} counted no draft tokens; start it with the "
-            "drafter"
+            f"url={client.base_url}: {counters.engine} counted no draft tokens; start the engine "
+            "with the drafter"
         )
     total = subtract_counters(snapshots[-1], snapshots[0])
     return EngineMeasurement(

@@ -160,8 +160,8 @@ def check_draft_vocabulary(folder: str | Path, d2t: torch.Tensor, vocabulary_siz
     is_inside = ((tokens >= 0) & (tokens < vocabulary_size)).all()
     if not is_inside or len(tokens.unique()) < len(tokens):
         raise ValueError(
-            f"{folder}: d2t maps two draft tokens to the same target token, or one to an id "
-            f"outside the vocabulary (0 to {vocabulary_size - 1}); copy the drafter again"
+            f"{folder}: the tensor d2t maps two draft tokens to the same target token, or one to an "
+            f"id outside the vocabulary (0 to {vocabulary_size - 1}); copy the drafter again"
         )
 
 
@@ -174,6 +174,7 @@ def check_padded_vocabulary(folder: str | Path, d2t: torch.Tensor) -> None:
     """
     if d2t.any():
         raise ValueError(
-            f"{folder}: draft_vocab_size is more than vocab_size, and d2t is not zero everywhere. "
-            "Such a drafter is supported only if d2t is zero, which maps every token to itself"
+            f"{folder}: draft_vocab_size is more than vocab_size, and the tensor d2t is not zero "
+            "everywhere. Such a drafter is supported only if d2t is zero, which maps every token "
+            "to itself"
         )

@@ -196,7 +196,8 @@ def add_embedding_and_head(
     """
     if target is None:
         raise ValueError(
-            f"format={format} stores the target's embedding and head: set target.path to the target"
+            f"format={format} stores the target's embedding and output head: set target.path to "
+            "the target"
         )
     weights = drafter.state_dict()
     target_weights = {
@@ -222,14 +223,15 @@ def drop_embedding_and_head(
     if drafter.embed_tokens is not None or drafter.lm_head is not None:
         if target is None:
             raise ValueError(
-                f"format={format} does not store the drafter's own embedding or head: set "
+                f"format={format} does not store the drafter's own embedding or output head: set "
                 "target.path to the target, so that they can be compared with the target's"
             )
         try:
             remove_copied_embedding_and_head(drafter, target)
         except ValueError as error:
             raise ValueError(
-                f"format={format} cannot store an embedding or head of the drafter, but {error}"
+                f"format={format} cannot store the drafter's own embedding or output head, but "
+                f"{error}"
             ) from error
     return drafter.state_dict()
 

@@ -53,7 +53,7 @@ def count_ngrams(
         raise ValueError(
             f"order={order} is not possible for a vocabulary of {vocabulary} token ids; choose an "
             f"order from 1 to {NGRAM_KEY_BITS // bits}, since a token id takes {bits} of the "
-            f"{NGRAM_KEY_BITS} bits of an n-gram"
+            f"{NGRAM_KEY_BITS} bits in which an n-gram is stored"
         )
     keys_of_documents = []
     total = 0

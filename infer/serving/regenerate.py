@@ -286,7 +286,8 @@ def repair_and_count_lines(path: Path) -> tuple[int, int]:
             if index <= last_index:
                 raise ValueError(
                     f"{path}, line {count + 1}: example {index} comes after example {last_index}, "
-                    "but indices must increase: give another out="
+                    "but indices must increase. Two runs may have written to this file: give "
+                    "another out="
                 )
             count += 1
             last_index = index
