@@ -31,7 +31,7 @@ MAX_ACCEPTANCE_REFERENCE_ANSWER_TOKENS = 64
 
 
 class EvaluationPrompt(Protocol):
-    """Interface of a prompt on which drafters are evaluated, see data/prompts.py."""
+    """Interface of a prompt on which drafters are evaluated. data/prompts.py implements it."""
 
     @property
     def ids(self) -> list[int]:

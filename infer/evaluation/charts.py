@@ -12,7 +12,7 @@ from infer.evaluation.results import Evaluation, ExampleNode, ExampleRound, Meth
 from infer.evaluation.templates import render_template
 from infer.trees.methods import TREE_METHODS
 
-# Sizes of charts, lines of legends and drawn trees, in CSS pixels
+# Sizes of charts, of lines in legends and of drawn trees, in CSS pixels
 CHART_HEIGHT_PX = 240
 LEGEND_LINE_HEIGHT_PX = 16
 TREE_COLUMN_WIDTH_PX = 74

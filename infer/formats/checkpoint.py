@@ -160,8 +160,8 @@ def check_draft_vocabulary(folder: str | Path, d2t: torch.Tensor, vocabulary_siz
     is_inside = ((tokens >= 0) & (tokens < vocabulary_size)).all()
     if not is_inside or len(tokens.unique()) < len(tokens):
         raise ValueError(
-            f"{folder}: the tensor d2t maps two draft tokens to the same target token, or one to an "
-            f"id outside the vocabulary (0 to {vocabulary_size - 1}); copy the drafter again"
+            f"{folder}: the tensor d2t maps two draft tokens to the same target token, or one to "
+            f"an id outside the vocabulary (0 to {vocabulary_size - 1}); copy the drafter again"
         )
 
 
