@@ -159,9 +159,9 @@ class HeadConfig:
 class DrafterConfig:
     """Architecture of the drafter to train. All sizes that are not options equal the target's.
 
-    With the option init, training starts from an existing drafter. null then means this drafter's
-    value for sample_from_anchor, causal, sliding_window, layer_fusion, conv_kernel_size and
-    draft_vocab_size. For a new drafter, null means what is said below.
+    With the option init, training starts from an existing drafter. For the options
+    sample_from_anchor, causal, sliding_window, layer_fusion, conv_kernel_size and draft_vocab_size,
+    null then means the value of the existing drafter. Without init, null means what is said below.
 
     family: dflash or dart, see infer/drafters/families.py
     layers: number of decoder layers; a DART drafter has exactly 1
@@ -178,9 +178,9 @@ class DrafterConfig:
     mask_token_id: the token id that the drafter reads at drafted positions. null means the
         tokenizer's mask token; if it has none, the first unused id; if all ids are used, a special
         token that the data do not contain. Only for dflash
-    sample_from_anchor: also draft a token at the position of the bonus token. A block then has only
-        block_size - 1 positions, and drafts a token at each of them. null means false. Only for
-        dflash
+    sample_from_anchor: also draft a token at the position of the bonus token. The last position of
+        the block is then not needed: block_size - 1 positions draft block_size - 1 tokens. null
+        means false. Only for dflash
     causal: a drafted position attends only to earlier positions of its block, as in JetSpec. null
         means false. Only for dflash
     sliding_window: number of last positions that the drafter's layers attend to and that its KV

@@ -81,9 +81,10 @@ class AcceptanceComparison:
 
     @property
     def is_acceptance_low(self) -> bool:
-        """Whether the acceptance is significantly too low. If another engine was measured, its
-        acceptance is compared with that of this process. Otherwise, the acceptance in this process
-        is compared with that on the drafter's card.
+        """Whether the acceptance is significantly lower than expected. If another engine was
+        measured, this means that its acceptance is lower than the acceptance in this process.
+        Otherwise, it means that the acceptance in this process is lower than on the drafter's card.
+        False if the measurements cannot be compared.
         """
         if not self.is_comparable:
             return False

@@ -107,8 +107,7 @@ def count_accepted_drafts(
     """Count, over the rounds of one sequence, how often each position of the draft was accepted.
 
     commits: how many tokens the prefill and each decoding round added to the output, in this order
-    countable_tokens: a round is counted only if the output had fewer tokens before it than this
-        number
+    countable_tokens: only rounds that begin when the output has fewer tokens than this are counted
     draft_length: number of drafted tokens per round
     """
     committed, *round_commits = commits

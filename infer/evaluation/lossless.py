@@ -25,11 +25,11 @@ def classify_difference(
 ) -> str | None:
     """Compare an output with the output of baseline decoding, and classify the first difference.
 
-    The difference is a tie if rounding can explain it: if every logit may change by the rounding
-    error, the target can choose either token. Any other difference is a defect. The rounding
-    error is estimated as the sum of two terms: twice the largest logit times the machine
-    epsilon of the target's dtype, and twice the largest change of a logit when the last tokens
-    are processed one at a time instead of together.
+    The difference is a tie if rounding can explain it, which means that the target can choose
+    either token if every logit may change by the rounding error. Any other difference is a defect.
+    The rounding error is estimated as the sum of two terms: twice the largest logit times the
+    machine epsilon of the target's dtype, and twice the largest change of a logit when the last
+    tokens are processed one at a time instead of together.
 
     ids: generated tokens of the output
     expected: generated tokens of baseline decoding
@@ -111,8 +111,8 @@ class TargetTokenChooser:
 def compute_last_logits(target: Target, ids: list[int], num_one_by_one: int) -> torch.Tensor:
     """Return the target's logits after the last token, in float32, of shape (1, 1, vocab_size).
 
-    num_one_by_one: this number of last tokens are processed one at a time, with one forward pass
-        each. The tokens before them are processed in chunks
+    num_one_by_one: how many tokens at the end are processed one at a time, with one forward pass
+        each; the tokens before them are processed in chunks
     """
     chunked = max(0, len(ids) - num_one_by_one)
     starts = [*range(0, chunked, LOSSLESS_CHECK_CHUNK_POSITIONS), *range(chunked, len(ids))]

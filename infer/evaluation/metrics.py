@@ -80,8 +80,9 @@ def acceptance_length(
     MIN_PROMPTS_FOR_CONFIDENCE_INTERVAL outputs.
 
     counts: (number of tokens, number of rounds) of each output
-    baseline_counts: the same for other outputs of the same prompts. If given, the ratio of the two
-        acceptance lengths is returned, with the confidence interval of the ratio
+    baseline_counts: the same for other outputs of the same prompts. If given, the function returns
+        the acceptance length of `counts` divided by that of `baseline_counts`, and the confidence
+        interval of this ratio
     """
     count_array = np.asarray(counts, float).reshape(-1, 2)
 

@@ -257,8 +257,10 @@ def count_first_choices(
     head. If the drafter has a conditional head, the key "head" has the counts for the scores with
     it. Counts are int64 of shape (4, num_blocks, draft_length). The first dimension has these
     entries:
-    0 and 1: attempts, and correct first choices, if all accepted tokens before are first choices
-    2 and 3: attempts, and correct first choices, if one of the accepted tokens before is not
+    0: attempts at positions before which all accepted tokens are first choices
+    1: number of these attempts in which the first choice is the answer's token
+    2: attempts at positions before which some accepted token is not a first choice
+    3: number of these attempts in which the first choice is the answer's token
     """
     next_tokens = batch.next_tokens[:, :-1]  # (num_blocks, draft_length)
     log_probs_by_source = {"marginals": batch.block.marginals}
