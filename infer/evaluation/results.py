@@ -325,7 +325,7 @@ class Evaluation:
     # Name of the prompt set, such as "temperature 1"; None for the held-out prompts of the main
     # evaluation
     prompt_set_name: str | None = field(default=None, metadata={"key": "what"})
-    # With it, the command `doctor` can check other engines
+    # The command `doctor` checks other engines with this reference
     reference: AcceptanceReference | None = None
     # None if nothing was replayed: for sampled outputs, and for prompt lookup
     tree_study: TreeStudy | None = field(default=None, metadata={"key": "trees"})

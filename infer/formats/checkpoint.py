@@ -57,15 +57,14 @@ def load_drafter(
     quantization: str = "none",
     sliding_window: int | None = None,
 ) -> Drafter | PromptLookup:
-    """Load a drafter that was saved by this project, or by another project whose layout (config
-    keys and tensor names) one of the drafter families can read.
+    """Load a drafter in any layout (config keys and tensor names) that a drafter family can read.
 
     folder: a path or an id on the Hugging Face hub, see `find_drafter_folder`; or "lookup" for
         prompt lookup
     dtype: the dtype of the weights; None means the stored dtype
     device: the device of the weights
-    target_layers: the target's number of layers. It is needed only for a drafter whose config.json
-        does not list the target layers that it reads, such as the published DART drafters
+    target_layers: the target's number of layers, needed only if config.json does not list the
+        target layers that the drafter reads, as in the published DART drafters
     quantization: "none", or "int8" for int8 weights (`infer.int8_cpu`), which need float32 on the
         CPU
     sliding_window: the drafter's attention reads at most this number of last positions, see

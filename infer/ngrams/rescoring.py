@@ -46,7 +46,7 @@ MAX_NGRAM_CANDIDATES_ADDED_PER_NODE = 16
 # If a trie node has more children than this, they are not added as candidates, because such a node
 # predicts little about the next token.
 MAX_CHILDREN_FOR_NGRAM_CANDIDATES = 64
-# The sequence is searched for at most this number of tokens at the end of a path.
+# Number of tokens of the longest suffix of a path that is searched in the sequence.
 MAX_NGRAM_PATH_SUFFIX_TOKENS = 8
 # Log-probability of tokens that a sampling filter such as top-k excludes: finite, but below the
 # log-probability of any other token.

@@ -30,7 +30,7 @@ from infer.utils.redact import redact_text
 from infer.utils.renamed_options import translate_saved_config
 
 # Settings that do not change answers. They may differ when a run continues the file of an earlier
-# run. Earlier versions wrote data.bad_rows.
+# run. data.bad_rows occurs only in files of earlier versions.
 SETTINGS_NOT_CHANGING_REGENERATED_ANSWERS = ("data.bad_rows", "data.max_invalid_fraction")
 # Maximum number of examples that are in progress or finished but not yet yielded, divided by the
 # batch size of the engine. Records are yielded in the order of the examples, so a slow example
@@ -161,14 +161,12 @@ def regenerate_answers(
     Records of failed examples, {"index", "error"}, are written to the file `out`.failed. If `out`
     exists, only the examples after its last record are answered.
 
-    settings: all options that determine the answers; the key "content" has digests of the target
-        and of the data
+    settings: all options that determine the answers, and digests of target and data ("content")
     max_failures: maximum number of examples that may fail
     total: number of examples; None means `len(examples)`
 
-    Returns {"answers": number of answered examples, "failed": number of failed examples}. Raises
-    ValueError if `out` was started with other settings or if too many examples fail, and RunAborted
-    if the disk is full.
+    Returns the numbers of examples with the keys "answers" and "failed". Raises ValueError if `out`
+    was started with other settings or too many examples fail, and RunAborted if the disk is full.
     """
     failed_path = Path(f"{out}.failed")
     total = len(cast(Sized, examples)) if total is None else total
