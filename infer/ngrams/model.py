@@ -228,8 +228,9 @@ def read_ngram_header(path: Path, file: BinaryIO) -> np.void:
 class NGramModel:
     """The counts of all n-grams of a corpus of token ids, in a memory-mapped file.
 
-    All processes that open the file share its memory. While it is open, the file may be replaced,
-    but must not be changed. Token ids outside the vocabulary have the count 0.
+    All processes that open the file share its memory. While the file is open, its content must not
+    be changed, but another file may be moved to its path. Token ids outside the vocabulary have the
+    count 0.
     """
 
     path: Path

@@ -1,7 +1,7 @@
 """The thread that runs the engine of a server.
 
 The thread receives `SequenceRequest`s through a queue, and sends the decoded tokens back to the
-event loop of the HTTP server as `SequenceDelta`s. It contains no HTTP code.
+event loop of the HTTP server as `SequenceDelta`s. This module contains no HTTP code.
 """
 
 import asyncio
