@@ -25,8 +25,10 @@ from infer.engine.sequence import DecodeStats, LogitsProcessor, Sequence, TokenL
 from infer.targets.target import Target
 from infer.utils.chat_template import convert_tool_arguments
 
-MAX_POSITIONS_OF_UNLIMITED_TARGET = 2**31  # used if the target's config.json gives no maximum
-REPLACEMENT_CHARACTER = "\ufffd"  # tokenizers decode an incomplete UTF-8 sequence to this character
+# Maximum sequence length of a target whose config.json gives none
+MAX_POSITIONS_OF_UNLIMITED_TARGET = 2**31
+# Tokenizers return this character for an incomplete UTF-8 sequence
+REPLACEMENT_CHARACTER = "\ufffd"
 
 
 class NonCausalTarget(Protocol):
@@ -68,7 +70,7 @@ class Generation:
     ids: ids of the generated tokens, with the end token if the model generated one
     prompt_ids: token ids of the prompt
     finish_reason: "stop" after an end token or stop string, "length" at the limit of tokens, or
-        "loop" for an output that repeats itself (TextOptions.loop_period)
+        "loop" for an output that repeats itself (SamplingOptions.loop_period)
     commits: numbers of tokens that the prefill and then each decoding round added to `ids`; empty
         for a masked diffusion model
     logprobs: one entry for every token of `ids`; empty if log-probabilities were not requested
@@ -193,8 +195,7 @@ def open_engine(
         return Engine(target, drafter, options, capacity, clock)
     if drafter is not None:
         raise ValueError(
-            f"{target.name} is a masked diffusion model, which cannot be used with a drafter: "
-            "give None as the drafter"
+            f"{target.name} is a masked diffusion model, which cannot be used with a drafter: give None as the drafter"
         )
     return resolve_name(target.engine_class)(target, options, capacity, clock)
 
@@ -249,8 +250,7 @@ class IncrementalDetokenizer:
     ) -> None:
         if target.tokenizer is None:
             raise ValueError(
-                "this target has no tokenizer, so text cannot be streamed: use generate, "
-                "which returns token ids"
+                "this target has no tokenizer, so text cannot be streamed: use generate, which returns token ids"
             )
         self.target = target
         self.sequence = sequence
@@ -338,7 +338,8 @@ def max_positions(target: AnyTarget) -> int:
 def check_prompt_lengths(
     target: AnyTarget, options: DecodeOptions, prompts: list[list[int]]
 ) -> None:
-    """Raise ValueError if a prompt and max_new_tokens more tokens exceed the target's limit.
+    """Raise ValueError if a prompt and an output of max_new_tokens tokens exceed the target's
+    maximum sequence length.
 
     prompts: token ids of each prompt
     """
@@ -347,8 +348,7 @@ def check_prompt_lengths(
     limit = max_positions(target)
     if positions > limit:
         raise ValueError(
-            f"prompt and output may take {positions} positions together, and the target has "
-            f"{limit}: shorten the prompt or reduce max_new_tokens"
+            f"prompt and output together may need {positions} positions, but the target supports only {limit}: shorten the prompt or reduce max_new_tokens"
         )
 
 

@@ -56,8 +56,8 @@ class TargetConfig:
     trust_remote_code: run Python code that comes with the model
     model_config: the most important entries of the model's config.json. ./launch.sh plan needs them
         on a machine that cannot read the model
-    shard: in training, distribute the target's layers over all processes, for a target that does
-        not fit on one GPU
+    shard: in training, distribute the target's layers over all processes. Use it for a target that
+        does not fit on one GPU
     chat_template_kwargs: variables for the target's chat template, such as {enable_thinking:
         false}. They apply wherever chats are tokenized or served, and are saved with the drafter.
         An example or a request that sets the same variable takes precedence
@@ -86,9 +86,7 @@ class TargetConfig:
         )
         if self.quantization == "int8" and (self.dtype not in ("auto", "float32") or self.shard):
             raise ValueError(
-                f"target.quantization=int8 cannot be combined with target.dtype={self.dtype} and "
-                f"target.shard={str(self.shard).lower()}: it needs target.dtype=auto or float32, "
-                "and target.shard=false"
+                f"target.quantization=int8 cannot be combined with target.dtype={self.dtype} and target.shard={str(self.shard).lower()}: it needs target.dtype=auto or float32, and target.shard=false"
             )
         if not re.fullmatch(r"auto|[a-z]+(:[0-9]{1,4})?", self.device):
             raise ValueError(
@@ -97,8 +95,7 @@ class TargetConfig:
         for name, value in self.chat_template_kwargs.items():
             if not name.isidentifier() or not isinstance(value, bool | int | float | str | None):
                 raise ValueError(
-                    f"target.chat_template_kwargs.{name}={value}: the name must be an identifier, "
-                    "and the value null, true, false, a number or a text"
+                    f"target.chat_template_kwargs.{name}={value}: the name must be an identifier, and the value null, true, false, a number or a text"
                 )
 
 
@@ -128,8 +125,9 @@ class HeadConfig:
 
     name: none (the scores of a token do not depend on other drafted tokens), markov, selector,
         swiglu, gru or xpress, see infer/drafters/heads/table.py
-    kind: which markov head. vanilla scores pairs of tokens by a table, gated scales that score by
-        the hidden state of the position, and rnn keeps a recurrent state. Only for name=markov
+    kind: variant of the markov head. vanilla scores pairs of consecutive tokens, gated multiplies
+        these scores by a factor that depends on the hidden state of the position, and rnn has a
+        recurrent state. Only for name=markov
     rank: rank of the low-rank matrices that compute the correction of the scores. Only for markov,
         selector, gru and xpress
     top_k: the head chooses among this many most likely tokens of a position; 0 means among all
@@ -158,9 +156,9 @@ class HeadConfig:
 class DrafterConfig:
     """Architecture of the drafter to train. All sizes that are not options equal the target's.
 
-    With the option init, training starts from an existing drafter. null then means this drafter's
-    value for sample_from_anchor, causal, sliding_window, layer_fusion, conv_kernel_size and
-    draft_vocab_size. For a new drafter, null means what is said below.
+    With the option init, training starts from an existing drafter. For the options
+    sample_from_anchor, causal, sliding_window, layer_fusion, conv_kernel_size and draft_vocab_size,
+    null then means the value of the existing drafter. Without init, null means what is said below.
 
     family: dflash or dart, see infer/drafters/families.py
     layers: number of decoder layers; a DART drafter has exactly 1
@@ -177,8 +175,9 @@ class DrafterConfig:
     mask_token_id: the token id that the drafter reads at drafted positions. null means the
         tokenizer's mask token; if it has none, the first unused id; if all ids are used, a special
         token that the data do not contain. Only for dflash
-    sample_from_anchor: the position of the bonus token also drafts a token, so that block_size - 1
-        positions draft block_size - 1 tokens. null means false. Only for dflash
+    sample_from_anchor: also draft a token at the position of the bonus token. The last position of
+        the block is then not needed: block_size - 1 positions draft block_size - 1 tokens. null
+        means false. Only for dflash
     causal: a drafted position attends only to earlier positions of its block, as in JetSpec. null
         means false. Only for dflash
     sliding_window: number of last positions that the drafter's layers attend to and that its KV
@@ -226,9 +225,7 @@ class DrafterConfig:
         require_one_of(self, "drafter.", last_layer_output=("raw", "normed"))
         if self.sliding_window is not None and self.sliding_window < self.block_size:
             raise ValueError(
-                f"drafter.sliding_window={self.sliding_window}: the last positions of a block "
-                "would not attend to the block's bonus token; give at least "
-                f"drafter.block_size={self.block_size}"
+                f"drafter.sliding_window={self.sliding_window}: the last positions of a block would not attend to the block's bonus token; give at least drafter.block_size={self.block_size}"
             )
 
 
@@ -282,8 +279,7 @@ class SamplingOptions:
             raise ValueError(f"{' and '.join(grammars)}: give at most one of them")
         if grammars and self.ignore_eos:
             raise ValueError(
-                f"ignore_eos=true cannot be combined with {grammars[0]}, because the output ends "
-                f"where the grammar ends: remove ignore_eos or {grammars[0]}"
+                f"ignore_eos=true cannot be combined with {grammars[0]}, because the output ends where the grammar ends: remove ignore_eos or {grammars[0]}"
             )
         require_at_least(self, max_new_tokens=1, top_k=0, loop_period=0)
         require_valid_temperature(self)
@@ -293,8 +289,7 @@ class SamplingOptions:
             raise ValueError(f"min_p={self.min_p}: must be between 0 and 1")
         if not 0 < self.repetition_penalty < float("inf"):
             raise ValueError(
-                f"repetition_penalty={self.repetition_penalty}: must be above 0 and finite; 1 "
-                "means no penalty"
+                f"repetition_penalty={self.repetition_penalty}: must be above 0 and finite; 1 means no penalty"
             )
         if any(not stop_string for stop_string in self.stop):
             raise ValueError(
@@ -302,8 +297,7 @@ class SamplingOptions:
             )
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROB_ALTERNATIVES:
             raise ValueError(
-                f"logprobs={self.logprobs}: must be null or a number from 0 to "
-                f"{MAX_LOGPROB_ALTERNATIVES}"
+                f"logprobs={self.logprobs}: must be null or a number from 0 to {MAX_LOGPROB_ALTERNATIVES}"
             )
 
 
@@ -318,14 +312,15 @@ class EngineConfig:
         from measured time and acceptance, and may choose 0
     ngrams: n-gram file (made by ./launch.sh ngram) whose n-grams score the paths of a draft tree,
         for continuity and ddtree; ddtree also uses the n-grams of the sequence itself. text means
-        only the n-grams of the sequence itself. none means no n-grams. null means the file beside
-        the drafter's weights with ddtree if there is one, else no n-grams
+        only the n-grams of the sequence itself. none means no n-grams. null means, for ddtree, the
+        n-gram file beside the drafter's weights if there is one; in all other cases no n-grams
     width: number of children of every tree node. Only for static
     max_num_seqs: maximum number of sequences that are decoded in one batch; others wait in a queue
     max_num_batched_tokens: maximum number of positions that the target computes in one step, in the
         draft trees of all sequences and in chunks of new prompts. One tree is always computed, even
-        if it is larger. A position after a long context counts as more than one. Larger values
-        start new sequences sooner and slow down running ones. null means no limit
+        if it is larger. A position after a long context counts as more than one. With larger
+        values, new sequences start sooner, and running sequences are slowed down more. null means
+        no limit
     prefix_cache_mib: MiB of memory for the KV cache of finished sequences. The prefill of a prompt
         with the same prefix then starts after that prefix. 0 means no prefix cache. Hybrid targets
         (with recurrent layers) do not support it
@@ -410,21 +405,18 @@ class EngineConfig:
             and not self.tree_method.uses_sequence_ngrams
         ):
             raise ValueError(
-                f"ngrams={NGRAMS_OPTION_CURRENT_SEQUENCE} works with method=ddtree only, not with "
-                f"{self.method}"
+                f"ngrams={NGRAMS_OPTION_CURRENT_SEQUENCE} works with method=ddtree only, not with {self.method}"
             )
         if self.method == "static" and self.budget != "auto" and self.width > self.budget:
             raise ValueError(
-                f"width={self.width} is larger than budget={self.budget}: with method=static, "
-                "budget must be at least width"
+                f"width={self.width} is larger than budget={self.budget}: with method=static, budget must be at least width"
             )
         if self.uses_ngrams and not self.tree_method.needs_ngrams:
             methods = [
                 name for name, row in TREE_METHODS.items() if row.needs_ngrams or row.ngram_variant
             ]
             raise ValueError(
-                f"ngrams={self.ngrams} works with method={' or '.join(methods)} only, not with "
-                f"{self.method}"
+                f"ngrams={self.ngrams} works with method={' or '.join(methods)} only, not with {self.method}"
             )
         if (
             self.budget == "auto"
@@ -433,13 +425,11 @@ class EngineConfig:
         ):
             methods = [name for name, row in TREE_METHODS.items() if row.sorts_nodes_by_probability]
             raise ValueError(
-                f"budget=auto works with method={' or '.join(methods)} only, not with "
-                f"{self.method}: give budget as a number of nodes"
+                f"budget=auto works with method={' or '.join(methods)} only, not with {self.method}: give budget as a number of nodes"
             )
         if self.budget != "auto" and self.budget < 1:
             raise ValueError(
-                f"budget={self.budget}: must be at least 1 node; use method=plain to decode "
-                "without a drafter"
+                f"budget={self.budget}: must be at least 1 node; use method=plain to decode without a drafter"
             )
 
 
@@ -456,28 +446,29 @@ class DecodeOptions(EngineConfig, SamplingOptions):
 
 @dataclass
 class EvaluationConfig:
-    """Which prompts are decoded, and how, to measure a drafter. In training, these options apply to
-    the last checkpoint. At earlier checkpoints only a quarter of the prompts is decoded, once and
-    greedily, in at most a quarter of the time and without external prompts.
+    """Which prompts are decoded to measure a drafter, and how. In training, these options apply to
+    the last checkpoint. At earlier checkpoints, a quarter of the held-out prompts is decoded
+    greedily, with a quarter of the time limit. External prompts and sampling_temperature are not
+    used there.
 
     prompts: number of held-out prompts, of several kinds. 0 means no evaluation in training
     external_prompts: number of prompts that are not from the training data set. Their results are
         reported separately. At most `prompts`, and at most the 24 in data/embedded/outside.jsonl
     max_prompt_tokens: maximum number of tokens of a prompt
     max_new_tokens: maximum number of tokens of an output
-    budgets: node budgets of the draft trees that are measured. A tree of 3, 7 or 15 drafted nodes
-        and its root fills a batch of 4, 8 or 16 positions
-    temperature: temperature of the first measurement of every prompt; 0 means greedy decoding
-    sampling_temperature: decode every second prompt again at this temperature. null means that
-        prompts are decoded once
+    budgets: node budgets of the draft trees that are measured. The target processes one position
+        more than the node budget, for the root: 4, 8 or 16 positions for 3, 7 or 15 nodes
+    temperature: sampling temperature with which every prompt is decoded; 0 means greedy decoding
+    sampling_temperature: decode every second prompt once more at this temperature. null means that
+        no prompt is decoded twice
     max_minutes: time limit in minutes for the whole evaluation, with all kinds of prompts or all
         question sets of a suite. A prompt that was started is finished with every method. The
         report says how many prompts were decoded. null means no limit, which is the default with
         suite=
-    ngrams: n-gram file (made by ./launch.sh ngram). Draft trees scored by its n-grams, and drafting
-        from its n-grams without a drafter, are then measured too, with the middle one of the
-        budgets. text means the n-grams of the sequence itself. none means no n-grams. null means
-        the file beside the drafter's weights, or text if there is no such file
+    ngrams: n-gram file (made by ./launch.sh ngram). With it, two more methods are measured at the
+        median of budgets: draft trees that are scored by its n-grams, and drafting from its n-grams
+        without a drafter. text means the n-grams of the sequence itself. none means no n-grams.
+        null means the file beside the drafter's weights, or text if there is no such file
     """
 
     prompts: int = 32
@@ -504,6 +495,5 @@ class EvaluationConfig:
         require_positive(self, "evaluation.", "max_minutes")
         if not self.budgets or any(budget < 1 for budget in self.budgets):
             raise ValueError(
-                f"evaluation.budgets={list(self.budgets)}: give one or more node budgets, each at "
-                "least 1"
+                f"evaluation.budgets={list(self.budgets)}: give one or more node budgets, each at least 1"
             )

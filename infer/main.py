@@ -126,8 +126,8 @@ def main(arguments: list[str] | None = None) -> None:
     except ModuleNotFoundError as error:
         exit_for_missing_module(error)
     if name == "train":
-        # Training may run in several processes. train.main ends them without Python's exit
-        # handlers, which can abort a finished process.
+        # Training may run in several processes. train.main ends them without running Python's exit
+        # handlers, because these can abort a process whose work is done.
         resolve_name("train.main:main")(overrides)
         return
     run_command(name, options_class, command.import_and_run, overrides)

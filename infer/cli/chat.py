@@ -27,7 +27,7 @@ ACCEPTED_STYLE = "green"
 REJECTED_STYLE = "red strike"
 BONUS_STYLE = "bold yellow"
 MAX_QUOTED_SERVER_RESPONSE_CHARACTERS = (
-    400  # maximum number of characters of a server's response that an error message quotes
+    400  # in error messages, a longer response of the server is cut
 )
 CHAT_CONNECT_TIMEOUT_SECONDS = 10
 
@@ -40,7 +40,7 @@ class ChatCommand(ServeCommand):
     target: see TargetConfig in infer/config.py
     checkpoint: a drafter folder, a training checkpoint, or the name of a target whose drafter this
         repository contains (embedded, smollm2). The default is the drafter in the target's folder
-    drafter: see LoadedConfig in infer/config.py
+    drafter: see DrafterLoadConfig in infer/config.py
     decoding: see EngineConfig in infer/config.py
     masked: only if the target is a masked diffusion model, see MaskedConfig in
         infer/masked/config.py
@@ -73,7 +73,7 @@ class ChatCommand(ServeCommand):
 def serve_in_background(config: ChatCommand) -> Generator[str]:
     """Run a server in another thread during the `with` block, and yield its address.
 
-    Raises RunAborted if the server cannot listen at the address that the options give.
+    Raises RunAborted if the server cannot listen at `config.server.host` and `config.server.port`.
     """
     from infer.serving.server import make_server
 
@@ -86,7 +86,7 @@ def serve_in_background(config: ChatCommand) -> Generator[str]:
         try:
             started_or_failed.wait()
             if running_server.done():
-                running_server.result()  # raises the exception that ended the server
+                running_server.result()  # raises the server's exception, if one has ended it
             yield config.server.url
         finally:
             server.should_exit = True
@@ -110,8 +110,7 @@ def stream_chunks(
         if response.status_code != 200:
             response.read()
             raise ValueError(
-                f"the server refused the request ({response.status_code}): "
-                f"{response.text[:MAX_QUOTED_SERVER_RESPONSE_CHARACTERS]}"
+                f"the server refused the request ({response.status_code}): {response.text[:MAX_QUOTED_SERVER_RESPONSE_CHARACTERS]}"
             )
         for line in response.iter_lines():
             if not line.startswith("data: ") or line == "data: [DONE]":
@@ -164,8 +163,9 @@ def print_answer(
         if new_reasoning:
             coloured_text = colour_round(new_reasoning, round_info, has_colours)
             if new_content:
-                # This round contains the end of the reasoning and the start of the content. The
-                # bonus token and the rejected draft tokens are at the end, in the content.
+                # This round contains the end of the reasoning and the start of the content. Its
+                # bonus token and its rejected draft tokens belong to the content, so all tokens of
+                # the reasoning are accepted draft tokens.
                 coloured_text = Text(new_reasoning, ACCEPTED_STYLE)
             coloured_text.stylize("dim")
             console.print(coloured_text, end="", soft_wrap=True)
@@ -181,10 +181,7 @@ def print_answer(
             tokens += round_info["committed"]
             drafted += round_info["drafted"]
     if rounds:
-        statistics = (
-            f"[{tokens} tokens in {rounds} rounds, {tokens / rounds:.2f} a round; {drafted} "
-            "drafts verified]"
-        )
+        statistics = f"[{tokens} tokens in {rounds} rounds, {tokens / rounds:.2f} a round; {drafted} drafts verified]"
         console.print(Text(f"\n{statistics}", "dim"))
     message = {"role": "assistant", "content": content}
     if reasoning:
@@ -234,9 +231,7 @@ def print_introduction(client: httpx.Client, url: str, console: Console) -> None
         model = response["data"][0]["id"]
     except (httpx.HTTPError, ValueError, LookupError) as error:
         raise ValueError(
-            f"no server answers at {url} ({error}): start a server with ./launch.sh serve, or "
-            "remove url= to chat without a server; if the server requires a key, set "
-            f"{API_KEY_ENVIRONMENT_VARIABLE} to it"
+            f"no server answers at {url} ({error}): start a server with ./launch.sh serve, or remove url= to chat without a server; if the server requires a key, set {API_KEY_ENVIRONMENT_VARIABLE} to it"
         ) from error
     legend = Text.assemble(
         ("accepted draft", ACCEPTED_STYLE),

@@ -28,9 +28,9 @@ class CompareCommand(CommandWithData):
 
     checkpoints: a list of drafter folders and training checkpoints. The entry lookup means prompt
         lookup, which drafts the continuation of an earlier n-gram of the sequence
-    out: folder for the table, the figure and the results as JSON
+    out: output folder. The command writes a table, a chart and the results as JSON into it
     target: see TargetConfig in infer/config.py
-    drafter: see LoadedConfig in infer/config.py
+    drafter: see DrafterLoadConfig in infer/config.py
     data: held-out prompts, see DataConfig in data/rows.py
     evaluation: see EvaluationConfig in infer/config.py
     """
@@ -47,13 +47,12 @@ class CompareCommand(CommandWithData):
             raise ValueError("checkpoints is empty: give checkpoints=[runs/a/checkpoints/best,...]")
         if len(set(map(get_drafter_label, self.checkpoints))) < len(self.checkpoints):
             raise ValueError(
-                f"checkpoints={list(self.checkpoints)}: two entries have the same run name; give "
-                "one checkpoint of each run"
+                f"checkpoints={list(self.checkpoints)}: two entries have the same run name; give one checkpoint of each run"
             )
 
 
 def run(config: CompareCommand) -> None:
-    """Evaluate the drafters. Write a table, a figure and a file of results, and print the table."""
+    """Evaluate the drafters. Write a table, a chart and a file of results, and print the table."""
     from data.prompts import select_evaluation_prompts
     from infer.evaluation.charts import build_budget_charts, render_charts
     from infer.evaluation.evaluate import evaluate

@@ -12,7 +12,8 @@ from data.rows import DataConfig, refuse_embedded_answers
 from infer.cli.models import CommandWithTarget
 from infer.utils.checks import require_at_least
 
-EXAMPLES_IN_LENGTH_STATISTICS = 2000  # number of first examples whose lengths are reported
+# Lengths are computed for this number of examples at the start of the data
+EXAMPLES_IN_LENGTH_STATISTICS = 2000
 
 
 @dataclass
@@ -62,7 +63,8 @@ def run(config: DataCommand) -> None:
         example = json.loads(stored["row"])
         # Invalid examples are skipped here, because `prepared.counts` already reports them.
         with suppress(ExampleError):
-            # With the length sys.maxsize, long examples stay whole. Training would split them.
+            # The maximum length is sys.maxsize, so that long examples are not split, as they are in
+            # training.
             sequences = tokenize_example(example, tokenizer, sys.maxsize)
             sample.append(SampledExample(example, sequences))
     print(*prepared.counts.format_lines(), sep="\n")
@@ -87,7 +89,8 @@ class SampledExample:
 
 
 def describe_sample(sample: list[SampledExample], template_kwargs: dict) -> Iterator[str]:
-    """Yield lines to print: how many chats and texts the sampled examples are, and their lengths.
+    """Yield lines of text with the numbers of chats and of plain texts among the sampled examples,
+    and with the lengths of the examples.
 
     template_kwargs: the variables of the chat template in target.chat_template_kwargs
     """

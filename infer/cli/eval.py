@@ -42,7 +42,7 @@ class EvalCommand(CommandWithData):
         target's folder
     out: folder for the report and the results as JSON
     target: see TargetConfig in infer/config.py
-    drafter: see LoadedConfig in infer/config.py
+    drafter: see DrafterLoadConfig in infer/config.py
     data: held-out prompts, see DataConfig in data/rows.py
     evaluation: see EvaluationConfig in infer/config.py
     suite: question sets that are used instead of data, see SuiteConfig in data/suites.py. The
@@ -123,9 +123,7 @@ def run_suite(config: EvalCommand) -> None:
     progress = Progress("asking", "questions")
     if is_masked_diffusion(config.target.path):
         raise ValueError(
-            f"suite={config.suite.name} works with causal targets only, and "
-            f"target.path={config.target.path} is a masked diffusion model: evaluate it on "
-            "prompts with data=jsonl"
+            f"suite={config.suite.name} works with causal targets only, and target.path={config.target.path} is a masked diffusion model: evaluate it on prompts with data=jsonl"
         )
     # The returned digest is not used. The call raises an error if the checkpoint is missing, before
     # question sets are downloaded and models are loaded.

@@ -46,8 +46,7 @@ class ExportCommand(CommandWithTarget):
             raise ValueError(f"out={self.out}: this folder is not empty; choose another folder")
         if self.converter is not None and self.format != "gguf":
             raise ValueError(
-                f"converter={self.converter} works with format=gguf only, not with "
-                f"format={self.format}: remove converter"
+                f"converter={self.converter} works with format=gguf only, not with format={self.format}: remove converter"
             )
 
 
@@ -74,8 +73,8 @@ def run(config: ExportCommand) -> None:
             print(warning)
     has_embedding_or_head = drafter.embed_tokens is not None or drafter.lm_head is not None
     if EXPORT_FORMATS[config.format].stores_embedding_and_head or has_embedding_or_head:
-        # Only the target's embedding and output head are needed. The last argument lists the
-        # decoder layers to load, and is empty.
+        # Only the target's embedding and output head are needed. The last argument is the empty
+        # list of decoder layers to load.
         target = load_target(
             target_config.path, target_config.dtype, "cpu", target_config.trust_remote_code, ()
         )
@@ -93,8 +92,5 @@ def run(config: ExportCommand) -> None:
         print(f"llama.cpp   reads {next(out.glob('*.gguf'))}")
     if not (out / ACCEPTANCE_REFERENCE_FILE_NAME).is_file():
         print(
-            f"{ACCEPTANCE_REFERENCE_FILE_NAME} is not written, because the evaluation of the "
-            "checkpoint decoded no external prompts greedily with chain drafts (set "
-            "evaluation.external_prompts above 0). Without this file, ./launch.sh doctor measures "
-            "the acceptance itself."
+            f"{ACCEPTANCE_REFERENCE_FILE_NAME} is not written, because the evaluation of the checkpoint decoded no external prompts greedily with chain drafts (set evaluation.external_prompts above 0). Without this file, ./launch.sh doctor measures the acceptance itself."
         )

@@ -27,7 +27,7 @@ class GenerateCommand(CommandWithDrafter):
         prompt as text. null means true if the target has a chat template that adds text to a
         message, else false
     target: see TargetConfig in infer/config.py
-    drafter: see LoadedConfig in infer/config.py
+    drafter: see DrafterLoadConfig in infer/config.py
     decoding: see DecodeOptions in infer/config.py
     masked: only if the target is a masked diffusion model, see MaskedConfig in
         infer/masked/config.py
@@ -49,7 +49,7 @@ class GenerateCommand(CommandWithDrafter):
 
 
 def has_nontrivial_chat_template(target: Any) -> bool:
-    """Return whether a target has a chat template that does more than output the message itself."""
+    """Return whether a target has a chat template that adds text to a message."""
     from infer.api import encode_prompt
 
     if getattr(target.tokenizer, "chat_template", None) is None:
@@ -77,7 +77,6 @@ def run(config: GenerateCommand) -> None:
     method = options.get_method_name(drafter) if drafter else options.method
     print(text if is_chat else config.prompt + text)
     print(
-        f"\n[{method}: {stats.tokens} tokens in {stats.rounds} rounds, τ {stats.tau:.2f}, "
-        f"{stats.tokens_per_second:.0f} tokens/s, ended by {generation.finish_reason}]",
+        f"\n[{method}: {stats.tokens} tokens in {stats.rounds} rounds, τ {stats.tau:.2f}, {stats.tokens_per_second:.0f} tokens/s, ended by {generation.finish_reason}]",
         file=sys.stderr,
     )

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 else:
     MaskedConfig = masked_diffusion_options_class()
 
-# Values of the options drafter.* that are allowed without a drafter, because they change nothing.
+# Values of the options drafter.* that are also allowed without a drafter, because they have no
+# effect.
 DRAFTER_OPTION_VALUES_WITHOUT_EFFECT = (None, "none", "auto")
 
 
@@ -33,7 +34,8 @@ class CommandWithTarget:
     target: see TargetConfig in infer/config.py
     """
 
-    # Option groups whose defaults come from the training run that wrote the checkpoint, if any.
+    # Sections of options. If the checkpoint was written by a training run, the options in these
+    # sections are by default those of the training run.
     OPTION_SECTIONS_TAKEN_FROM_RUN: ClassVar[tuple[str, ...]] = ("target",)
     target: TargetConfig = field(default_factory=TargetConfig, kw_only=True)
 
@@ -46,7 +48,7 @@ class CommandWithTarget:
 class CommandWithDrafter(CommandWithTarget):
     """Options of a command that decodes with a drafter.
 
-    drafter: see LoadedConfig in infer/config.py
+    drafter: see DrafterLoadConfig in infer/config.py
     """
 
     drafter: DrafterLoadConfig = field(default_factory=DrafterLoadConfig, kw_only=True)
@@ -112,8 +114,7 @@ def load_target_and_drafters(
 
     if is_masked_diffusion(target_config.path):
         raise ValueError(
-            f"target.path={target_config.path} is a masked diffusion model, which cannot be used "
-            "with a drafter: give a causal target"
+            f"target.path={target_config.path} is a masked diffusion model, which cannot be used with a drafter: give a causal target"
         )
     drafters = _load_drafters(target_config, checkpoints, options or DrafterLoadConfig())
     template_kwargs = target_config.chat_template_kwargs
@@ -131,8 +132,8 @@ def _load_drafters(
 ) -> list[Any]:
     """Load drafters with the dtype and on the device that the target will have.
 
-    Raises ValueError if options are set but `checkpoints` has no trained drafter ("lookup" is
-    none).
+    Raises ValueError if options are set but `checkpoints` contains no trained drafter. Prompt
+    lookup ("lookup") is not a trained drafter.
     """
     from infer.formats.checkpoint import load_drafter
     from infer.targets.loading import load_config, resolve_device, resolve_dtype
@@ -148,8 +149,7 @@ def _load_drafters(
     has_drafter_model = any(checkpoint != PROMPT_LOOKUP_FAMILY.name for checkpoint in checkpoints)
     if set_options and not has_drafter_model:
         raise ValueError(
-            f"{' '.join(set_options)} has no effect, because baseline decoding and lookup load no "
-            f"drafter: remove {' '.join(set_options)}"
+            f"{' '.join(set_options)} has no effect, because baseline decoding and lookup load no drafter: remove {' '.join(set_options)}"
         )
     if not checkpoints:
         return []

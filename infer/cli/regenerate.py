@@ -23,15 +23,19 @@ if TYPE_CHECKING:
     from infer.serving.regeneration_task import PromptExample
 
 TEXT_PREFIX_TOKENS_AS_PROMPT = (
-    96  # number of first tokens that are the prompt, for a plain text without a prompt
+    # If an example is a plain text without a prompt, its first tokens up to this number are the
+    # prompt
+    96
 )
-MAX_FAILED_EXAMPLES = 100  # if more examples than this fail, the run ends with an error
+# Maximum number of failed examples; with more, the run ends with an error
+MAX_FAILED_EXAMPLES = 100
 
 
 @dataclass
 class QuestionsConfig:
-    """How the target generates questions with data=self, before it answers them. The number of
-    questions is data.max_examples, and the seed of sampling is decoding.seed.
+    """How the target generates questions with data=self: it then first generates questions and
+    afterwards answers them. The number of questions is data.max_examples, and the seed of sampling
+    is decoding.seed.
 
     system: system prompts of the chats, used in rotation. An empty list means the system prompt
         that the chat template adds by default, if it has one
@@ -60,8 +64,7 @@ class QuestionsConfig:
         require_positive(self, "questions.", "temperature")
         if len(self.length_range) != 2 or not 1 <= self.length_range[0] <= self.length_range[1]:
             raise ValueError(
-                f"questions.length_range={self.length_range}: give the minimum and the maximum "
-                "number of tokens, such as [4,128]"
+                f"questions.length_range={self.length_range}: give the minimum and the maximum number of tokens, such as [4,128]"
             )
         self.sampling_options.check()
 
@@ -117,8 +120,7 @@ class RegenerateCommand(CommandWithTarget):
         check_nested_options(self)
         if self.server is None and self.checkpoint is None and self.decoding.uses_drafter:
             raise ValueError(
-                f"decoding.method={self.decoding.method} needs a drafter: give checkpoint=..., or "
-                "decoding=plain to decode without a drafter"
+                f"decoding.method={self.decoding.method} needs a drafter: give checkpoint=..., or decoding=plain to decode without a drafter"
             )
         require_at_least(self, max_concurrent_requests=1, max_length=2)
         self.shard_position  # noqa: B018  raises ValueError if `shard` is malformed
@@ -138,8 +140,8 @@ def run(config: RegenerateCommand) -> None:
 class Regeneration:
     """A run of the command `regenerate`, with the loaded target and drafter.
 
-    identity: digests of the target's files, which are stored with the answers; with a server, only
-        the digest of the tokenizer
+    identity: digests of the target's files, which are stored with the answers; if a server
+        generates the answers, only the digest of the tokenizer
     question_prompts: prompts that end where a user's question begins, one for each system prompt;
         empty unless data=self
     """
@@ -182,9 +184,9 @@ class Regeneration:
 
         decoding = config.decoding
         if not decoding.uses_drafter:
-            # max_num_batched_tokens keeps the time between two tokens of a sequence short. Here
-            # only the total time matters, so baseline decoding needs no limit. With a drafter the
-            # limit is kept, because it also bounds the sizes of the draft trees.
+            # max_num_batched_tokens shortens the time between two tokens of a sequence. Here only
+            # the total time matters, so the limit is removed for baseline decoding. It is kept with
+            # a drafter, because it also limits the sizes of the draft trees.
             decoding = replace(decoding, max_num_batched_tokens=None)
         self.options = resolve_decode_options(target_config, decoding, config.masked)
         checkpoint = config.checkpoint if config.decoding.uses_drafter else None
@@ -281,8 +283,9 @@ class Regeneration:
         if config.target.quantization != "none":
             settings["quantization"] = config.target.quantization
         if self.generates_questions:
-            # data.max_examples and the number of examples are left out, so that a run with a larger
-            # data.max_examples continues the file. The first questions of both runs are the same.
+            # The settings contain neither data.max_examples nor the number of examples. A later run
+            # with a larger data.max_examples can therefore continue the file: its first questions
+            # are the same.
             settings["content"]["data"] = asdict(config.questions)
             settings["data"] = {"source": "self"}
             settings["rows"] = None
@@ -326,7 +329,8 @@ def make_question_prompt_examples(
     from infer.serving.regeneration_task import PromptExample
 
     shard_number, shard_count = config.shard_position
-    question_count = cast(int, config.data.max_examples)  # not None: data=self requires it
+    # This is not None, because data=self requires the option.
+    question_count = cast(int, config.data.max_examples)
     for index in range(shard_number - 1, question_count, shard_count):
         yield PromptExample(index, question_prompts[index % len(question_prompts)].text)
 
@@ -353,14 +357,12 @@ def load_question_examples(
         )
     dropped_counts = "".join(f", {count} {reason}" for reason, count in dropped.most_common())
     print(
-        f"data=self: {len(selected)} questions to answer{dropped_counts}; {question_file} "
-        "contains all generated questions",
+        f"data=self: {len(selected)} questions to answer{dropped_counts}; {question_file} contains all generated questions",
         file=sys.stderr,
     )
     if not selected:
         raise ValueError(
-            f"data=self: none of the generated questions is usable; see {question_file}, and "
-            "change questions.temperature, questions.top_p or questions.length_range"
+            f"data=self: none of the generated questions is usable; see {question_file}, and change questions.temperature, questions.top_p or questions.length_range"
         )
     template_options = config.target.chat_template_kwargs
     examples = []

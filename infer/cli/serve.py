@@ -23,7 +23,7 @@ class ServeCommand(CommandWithDrafter):
     checkpoint: a drafter folder, a training checkpoint, or the name of a target whose drafter this
         repository contains (embedded, smollm2). The default is the drafter in the target's folder
     target: see TargetConfig in infer/config.py
-    drafter: see LoadedConfig in infer/config.py
+    drafter: see DrafterLoadConfig in infer/config.py
     decoding: see EngineConfig in infer/config.py
     masked: only if the target is a masked diffusion model, see MaskedConfig in
         infer/masked/config.py
@@ -54,16 +54,12 @@ def open_and_describe_engine(config: ServeCommand) -> "tuple[Engine, str]":
     decoding: Any = config.masked if is_masked_diffusion(config.target.path) else config.decoding
     checkpoint = config.checkpoint if config.decoding.uses_drafter else None
     target, drafter = load_target_and_drafter(config.target, checkpoint, config.drafter)
-    # A masked diffusion model generates whole blocks of tokens, so an output may need more KV cache
-    # positions than it has tokens.
+    # A masked diffusion model generates whole blocks of tokens. Because the last block may be cut,
+    # an output may need more KV cache positions than it has tokens.
     extra_positions = decoding.count_output_positions(1) - 1
     capacity = min(server.max_length, max_positions(target) - extra_positions)
     engine = open_engine(target, drafter, decoding, capacity)
-    description = (
-        f"{server.model_name or target.name} at {server.url}/v1: "
-        f"{decoding.get_method_name(drafter)}, {decoding.max_num_seqs} sequences at a time, "
-        f"{capacity} tokens per sequence"
-    )
+    description = f"{server.model_name or target.name} at {server.url}/v1: {decoding.get_method_name(drafter)}, {decoding.max_num_seqs} sequences at a time, {capacity} tokens per sequence"
     return engine, description
 
 

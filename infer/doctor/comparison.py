@@ -1,8 +1,8 @@
 """Compare two measurements of a drafter's acceptance (how many of its draft tokens are accepted),
 and decide whether the difference is significant.
 
-The acceptance that is computed in this process, with this project's engine, is called "local" or
-"here". It is compared with the acceptance on the drafter's model card or in another engine.
+One measurement is the acceptance that this project's engine has in this process; it is called
+"local" or "here". The other is the acceptance on the drafter's model card or in another engine.
 """
 
 import math
@@ -15,26 +15,29 @@ from infer.drafters.base import Drafter
 from infer.evaluation.results import AcceptanceCounts, AcceptanceReference
 from infer.targets.target import Target
 
-# If the ratio of accepted to expected draft tokens is below this, rounding is not the reason.
+# The acceptance is called too low only if the number of accepted draft tokens per round is below
+# this share of the expected number. A smaller difference may come from rounding.
 MIN_MEASURED_TO_EXPECTED_ACCEPTANCE = 0.95
-# If two acceptance rates differ by more standard errors than this, chance is not the reason.
+# The acceptance is called too low only if it is more than this number of standard errors below the
+# expected acceptance. A smaller difference may be chance.
 MAX_CHANCE_DIFFERENCE_STANDARD_ERRORS = 2
 
 
 @dataclass(frozen=True)
 class EngineMeasurement:
-    """What an engine answered to the prompts of an `AcceptanceReference`, and how many draft tokens
-    it accepted.
+    """The answers of an engine to the prompts of an `AcceptanceReference`, and how many draft
+    tokens the engine accepted.
 
     engine: name of the engine
     texts: texts of the answers
     answer_ids: token ids of the answers
     prompt_token_counts: number of tokens of each prompt, as the engine reports it
     acceptance_by_answer: acceptance of each answer, or a single entry for all answers together
-    repeated_acceptance: the same for the second request with each prompt
+    repeated_acceptance: the acceptance of the second request with each prompt, in the same form
     draft_tokens_per_round: mean number of draft tokens per round
-    incomparable_options: "" if the engine drafts one chain of a whole block per round. Otherwise
-        its acceptance cannot be compared, and this text lists its decoding options.
+    incomparable_options: "" if the engine drafts one chain with a whole block of tokens per round.
+        Otherwise, its acceptance cannot be compared with the reference, and this is a text with its
+        decoding options
     """
 
     engine: str
@@ -49,8 +52,8 @@ class EngineMeasurement:
 
 @dataclass(frozen=True)
 class AcceptanceComparison:
-    """A comparison of the acceptance in this process with that on the drafter's model card, or with
-    that in another engine.
+    """A comparison of the acceptance in this process with the acceptance on the drafter's model
+    card or in another engine.
 
     reference: prompts and answers with which the acceptance is measured
     target_states: the target's hidden states for the answers of the reference
@@ -70,16 +73,18 @@ class AcceptanceComparison:
 
     @property
     def is_comparable(self) -> bool:
-        """Whether both measurements drafted one chain of a whole block in each round, so that their
-        acceptance can be compared."""
+        """Whether the acceptance of the other engine can be compared with that of this process.
+        This is so if both draft one chain with a whole block of tokens per round. True if no other
+        engine was measured.
+        """
         return self.engine is None or not self.engine.incomparable_options
 
     @property
     def is_acceptance_low(self) -> bool:
-        """Whether the acceptance is significantly too low.
-
-        This means that the acceptance in the other engine is lower than in this process. If no
-        engine was measured, the acceptance in this process is lower than on the card.
+        """Whether the acceptance is significantly lower than expected. If another engine was
+        measured, this means that its acceptance is lower than the acceptance in this process.
+        Otherwise, it means that the acceptance in this process is lower than on the drafter's card.
+        False if the measurements cannot be compared.
         """
         if not self.is_comparable:
             return False
@@ -91,10 +96,10 @@ class AcceptanceComparison:
 
     @property
     def relative_count_difference(self) -> float:
-        """The difference between the two measurements' numbers of rounds and accepted draft tokens
-        (`sum_absolute_count_differences`), divided by the numbers of this process.
+        """The difference between the two measurements (`sum_absolute_count_differences`), divided by the number
+        of rounds plus the number of accepted draft tokens in this process.
 
-        It is 0 if the drafter was used in the same way in both measurements.
+        It is 0 if all counts are equal, and also if the measurements cannot be compared.
         """
         if not self.is_comparable:
             return 0.0
@@ -118,8 +123,9 @@ class AcceptanceComparison:
 
 
 def is_significantly_lower(counts: AcceptanceCounts, expected: AcceptanceCounts) -> bool:
-    """Return whether fewer draft tokens are accepted per round than expected, by more than rounding
-    and chance can explain."""
+    """Return whether the number of accepted draft tokens per round in `counts` is lower than in
+    `expected`, by more than rounding and chance can explain.
+    """
     standard_error = math.hypot(counts.standard_error, expected.standard_error)
     rounding_limit = MIN_MEASURED_TO_EXPECTED_ACCEPTANCE * expected.mean_accepted
     chance_limit = expected.mean_accepted - MAX_CHANCE_DIFFERENCE_STANDARD_ERRORS * standard_error
@@ -129,11 +135,11 @@ def is_significantly_lower(counts: AcceptanceCounts, expected: AcceptanceCounts)
 def sum_absolute_count_differences(
     counts: Sequence[AcceptanceCounts], other_counts: Sequence[AcceptanceCounts]
 ) -> int:
-    """Return the sum of the absolute differences between two measurements, in their numbers of
-    rounds and of draft tokens accepted at each position.
+    """Return how much two measurements differ: the sum of the absolute differences of their numbers
+    of rounds and of their numbers of accepted draft tokens at each position.
 
-    If both lists have one entry per answer, the differences are computed for each answer. Otherwise
-    the totals of both lists are compared.
+    If both lists have the same length, which means one entry per answer, the differences are
+    computed for each answer. Otherwise, the sums over all answers are compared.
     """
     if len(counts) != len(other_counts):
         counts = [AcceptanceCounts.pool(counts)]

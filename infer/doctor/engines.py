@@ -18,8 +18,8 @@ from infer.evaluation.results import AcceptanceCounts, AcceptanceReference, Refe
 
 ENGINE_CONNECT_TIMEOUT_SECONDS = 10
 ENGINE_READ_TIMEOUT_SECONDS = 600
-# An engine may draft more tokens than the drafter's block has. Counters of accepted tokens are read
-# for this number of further positions.
+# An engine may draft more tokens than a block has. The counters of accepted tokens are also read
+# for this number of positions after the block.
 MAX_POSITIONS_BEYOND_BLOCK_SIZE = 64
 MAX_QUOTED_ENGINE_ERROR_CHARACTERS = 200
 # Each prompt is sent twice, because in the second request it is in the engine's prefix cache.
@@ -31,7 +31,7 @@ class EngineCounters:
     """The names of an engine's counters on /metrics, without the suffix _total.
 
     engine: name of the engine
-    rounds, drafted: names of the counters of rounds and of draft tokens
+    rounds, drafted: name of the counter of rounds, and name of the counter of draft tokens
     accepted: name of the counter of accepted draft tokens, which has a label "position" (from 0)
     supports_cache_salt: whether requests may have the field `cache_salt`. The engine then finds a
         prompt in its prefix cache only if it was cached with the same salt.
@@ -94,8 +94,7 @@ def measure_engine(client: httpx.Client, reference: AcceptanceReference) -> Engi
         answer_ids = [answer["choices"][0]["token_ids"] for answer in answers]
     except (httpx.HTTPError, LookupError, TypeError) as error:
         raise ValueError(
-            f"url={client.base_url}: no supported engine answers there ({error!r}); give the "
-            "address of a vLLM server or of a server of this project"
+            f"url={client.base_url}: no supported engine answers at this address ({error!r}); give the address of a vLLM server or of a server of this project"
         ) from error
 
     acceptance = [
@@ -105,8 +104,7 @@ def measure_engine(client: httpx.Client, reference: AcceptanceReference) -> Engi
     rounds = sum(counts.rounds for counts in acceptance)
     if not rounds:
         raise ValueError(
-            f"url={client.base_url}: {counters.engine} counted no draft tokens; start it with the "
-            "drafter"
+            f"url={client.base_url}: {counters.engine} counted no draft tokens; start the engine with the drafter"
         )
     total = subtract_counters(snapshots[-1], snapshots[0])
     return EngineMeasurement(
@@ -145,10 +143,10 @@ def request_answers(
 
 
 def find_engine_counters(client: httpx.Client, values: Mapping[str, float]) -> EngineCounters:
-    """Find out which engine reports the given counters on /metrics. Return the names of its
-    counters of draft tokens.
+    """Find out from the counters on /metrics which engine the server runs. Return the names of this
+    engine's counters of draft tokens.
 
-    values: keys are the names of all counters that the engine reports
+    values: the counters that the server reports; keys are their names
 
     Raises ValueError if none of the known engines has such counters.
     """
@@ -156,18 +154,18 @@ def find_engine_counters(client: httpx.Client, values: Mapping[str, float]) -> E
         if counters.rounds in values:
             return counters
     raise ValueError(
-        f"url={client.base_url}: /metrics has no known counters of draft tokens. Start vLLM with "
-        "--speculative-config, or use a server of this project"
+        f"url={client.base_url}: /metrics has no known counters of draft tokens. Start vLLM with --speculative-config, or use a server of this project"
     )
 
 
 def describe_incomparable_options(options: Mapping[str, str], block_size: int) -> str:
-    """Check whether an engine drafts one chain of a whole block per round, because only then its
-    acceptance can be compared.
+    """Check whether an engine drafts one chain with a whole block of tokens per round. Only then
+    can its acceptance be compared with the reference.
 
     options: the engine's decoding options, see `read_decoding_options`
 
-    Returns "" if it does, or if it does not report its options; otherwise these options as text.
+    Returns "" if the engine drafts such a chain, or if its options are unknown. Otherwise returns
+    the options as text.
     """
     method = options.get("method")
     if method is None:
@@ -185,10 +183,10 @@ def read_acceptance(
     """Return the numbers of rounds and of accepted draft tokens by position from an engine's
     counters.
 
-    values: by how much each counter has grown
+    values: by how much each counter has grown during the measured requests
 
-    The result has entries for the block_size - 1 drafted positions, and for further positions up to
-    the last one at which a draft token was accepted.
+    The result has an entry for each of the block_size - 1 drafted positions. If draft tokens were
+    also accepted at later positions, it has entries up to the last of these positions.
     """
     positions = range(reference.block_size + MAX_POSITIONS_BEYOND_BLOCK_SIZE)
     accepted = [round(values.get(f"{counters.accepted} {position}", 0)) for position in positions]
@@ -205,8 +203,9 @@ def choose_num_tokens_to_request(answer: ReferenceAnswer, reference: AcceptanceR
 
 
 def read_decoding_options(client: httpx.Client) -> dict[str, str]:
-    """Return the decoding options that a server of this project reports on /metrics, such as
-    {"method": "chain"}. Return an empty dictionary for other engines."""
+    """Return the decoding options of a server of this project, such as {"method": "chain"}, which
+    it reports on /metrics. Return an empty dictionary for other engines.
+    """
     for family in text_string_to_metric_families(client.get("/metrics").text):
         for sample in family.samples:
             if sample.name == "blockdraft_decoding_info":
@@ -272,8 +271,7 @@ def request_answer(
     response = client.post(path, json=request)
     if response.status_code != 200:
         raise ValueError(
-            f"url={client.base_url}: the engine refused a prompt ({response.status_code}): "
-            f"{response.text[:MAX_QUOTED_ENGINE_ERROR_CHARACTERS]}"
+            f"url={client.base_url}: the engine refused a prompt ({response.status_code}): {response.text[:MAX_QUOTED_ENGINE_ERROR_CHARACTERS]}"
         )
     return response.json()
 

@@ -29,13 +29,16 @@ from infer.drafters.base import Drafter
 from infer.evaluation.results import AcceptanceCounts, AcceptanceReference
 from infer.targets.target import Target
 
-# If the acceptance is low, a changed setting is named as the cause if it explains at least this
-# share of the difference between two measurements.
+# Used if the acceptance is too low. A changed setting is named as the cause if it explains at least
+# this share of the difference between the acceptance in this process and the compared acceptance
+# (on the drafter's card or in the other engine).
 MIN_EXPLAINED_ACCEPTANCE_LOSS_SHARE = 0.5
-# If the acceptance differs but is not low, a changed setting is named as the cause if it explains
-# at least this share of the difference between two measurements.
+# Used if the acceptance is not too low, but differs from the compared acceptance (on the drafter's
+# card or in the other engine). A changed setting is named as the cause if it explains at least this
+# share of the difference.
 MIN_EXPLAINED_SHARE_AT_NORMAL_ACCEPTANCE = 0.8
-# From this relative difference on, changed settings are tested although the acceptance is not low.
+# Changed settings are tested if the acceptance is too low, or if its relative difference
+# (`AcceptanceComparison.relative_difference`) is at least this value.
 MIN_RELATIVE_ACCEPTANCE_DIFFERENCE_TO_REPLAY = 0.01
 EVIDENCE_LABEL_WIDTH = 57
 
@@ -56,7 +59,7 @@ class VariationResult(NamedTuple):
 class Diagnosis:
     """Whether a drafter's acceptance is as expected, and if not, why.
 
-    healthy: whether the acceptance is as high as expected
+    healthy: true if the acceptance is as high as expected
     verdict: one or more sentences for the user
     evidence: all measurements, with a label for each
     cause: the cause of low acceptance; None if the acceptance is not low or the cause is unknown
@@ -78,8 +81,8 @@ def diagnose_drafter(
     has_card: bool = True,
     checkpoint: str = "<drafter>",
 ) -> Diagnosis:
-    """Compute a drafter's acceptance in this process, compare it with that on the drafter's card
-    and in another engine, and return a diagnosis.
+    """Compute a drafter's acceptance in this process, compare it with the acceptance on the
+    drafter's card and in another engine, and return a diagnosis.
 
     reference: prompts and answers with which the acceptance is measured
     engine: the measurement of another engine; None if none was measured
@@ -163,11 +166,7 @@ def diagnose_without_card(
     if acceptance.mean_accepted <= min_accepted or not is_significantly_lower(local, acceptance):
         return None
     label = best.variation.label
-    verdict = (
-        f"{label} gives {1 + acceptance.mean_accepted:.2f} tokens a round, "
-        f"{1 + local.mean_accepted:.2f} "
-        "as it is"
-    )
+    verdict = f"{label} gives {1 + acceptance.mean_accepted:.2f} tokens a round, {1 + local.mean_accepted:.2f} as it is"
     advice = best.cause.folder_advice.format(label)
     return make_cause_diagnosis(
         best.cause, verdict, evidence + list_variation_acceptances(variation_results), advice
@@ -183,24 +182,15 @@ def make_healthy_diagnosis(
     """Return the diagnosis for a drafter whose acceptance is as high as expected. If acceptance is
     low after long contexts, the diagnosis says so.
 
-    local: the acceptance in this process, compared with itself
-    compared_names: names of the measurements with which it was compared, for the user
+    local: a comparison that contains the acceptance in this process
+    compared_names: names of the measurements with which this acceptance was compared, for the user
     engine: the measurement of another engine, or None
     """
     local_acceptance = AcceptanceCounts.pool(local.local_acceptance)
     names = " and ".join(compared_names) or "no card, and no engine"
-    verdict = (
-        f"Healthy: {local_acceptance.mean_accepted + 1:.2f} tokens a round here, compared with "
-        f"{names}."
-    )
+    verdict = f"Healthy: {local_acceptance.mean_accepted + 1:.2f} tokens a round here, compared with {names}."
     if engine is not None and engine.incomparable_options:
-        verdict += (
-            f" Of {engine.engine} the prompts and the answers were compared, not the acceptance: "
-            f"it has {engine.incomparable_options}, "
-            f"{engine.draft_tokens_per_round:.1f} draft tokens per round here. To compare that "
-            "too, start it with decoding.method=chain "
-            f"decoding.budget={local.reference.block_size - 1}."
-        )
+        verdict += f" Of {engine.engine} the prompts and the answers were compared, not the acceptance: it has {engine.incomparable_options}, {engine.draft_tokens_per_round:.1f} draft tokens per round here. To compare that too, start it with decoding.method=chain decoding.budget={local.reference.block_size - 1}."
     sentence = LONG_CONTEXT_ACCEPTANCE_CAUSE.detect(local)
     if sentence is None:
         return Diagnosis(True, verdict, evidence)
@@ -215,11 +205,12 @@ def diagnose_comparison(
     evidence: Evidence,
     names: dict[str, str],
 ) -> Diagnosis | None:
-    """Find the cause of a difference between two measurements. Return a diagnosis, or None if the
+    """Find the cause of a difference between the acceptance in this process and the compared
+    acceptance, on the drafter's card or in another engine. Return a diagnosis, or None if the
     acceptance is as high as expected.
 
-    replay_variations: returns the acceptance of the drafter with each changed setting, which takes
-        time at the first call
+    replay_variations: returns the acceptance of the drafter with each changed setting. It is a
+        function because computing them takes long; the first call computes them
     evidence: measurements to include in the diagnosis
     names: keys and values of the placeholders {checkpoint} and {target} in the advice
     """
@@ -270,7 +261,9 @@ def diagnose_comparison(
 
 
 def list_variation_acceptances(results: list[VariationResult]) -> Evidence:
-    """Return pairs (label, acceptance): one for each tested variation of the drafter."""
+    """Return a pair (label, acceptance) for each tested variation, which is a copy of the drafter
+    with one changed setting.
+    """
     evidence = []
     for result in results:
         label = f"{result.cause.name}: {result.variation.label}"
@@ -283,7 +276,8 @@ def make_cause_diagnosis(
 ) -> Diagnosis:
     """Return a diagnosis of low acceptance that names a known cause.
 
-    verdict: how the cause was found, without a full stop; the name of the cause is put in front
+    verdict: how the cause was found, as a sentence without a full stop. The function puts the name
+        of the cause in front of it
     """
     return Diagnosis(False, f"{cause.name.capitalize()}: {verdict}.", evidence, cause, advice)
 

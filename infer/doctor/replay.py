@@ -1,8 +1,9 @@
 """Compute how many draft tokens would be accepted if given answers were decoded with a drafter.
 This is called a replay, because the answers are not decoded again (infer/evaluation/replay.py).
 
-The hidden states of the target are computed once. They are reused for every variation (copy of the
-drafter with one changed setting), so that a variation costs only forward passes of the drafter.
+The hidden states of the target are computed once and reused for every variation, which is a copy of
+the drafter with one changed setting. A variation therefore costs only forward passes of the
+drafter.
 
 Letters in shapes: T number of tokens of a sequence, D hidden size, V vocabulary size.
 """
@@ -23,8 +24,8 @@ from infer.targets.target import Target
 class FeatureLayer(NamedTuple):
     """Names one of the target's hidden states that a drafter reads as input.
 
-    layer: index, from 0, of the target layer whose output is read. The number of layers means the
-        output of the last layer after the final norm.
+    layer: index, from 0, of the target layer whose output is read. An index equal to the number of
+        layers means the output of the last layer after the final norm.
     normed: whether the norm that follows the layer is applied to the output
     """
 
@@ -107,8 +108,8 @@ def replay_chains(
     feature_layers: Sequence[FeatureLayer],
     uncounted_tokens: int,
 ) -> list[AcceptanceCounts]:
-    """Compute how many draft tokens would be accepted in each round if the answers were decoded
-    with one chain per round. Return the counts for each answer.
+    """Compute how many draft tokens would be accepted if the answers were decoded with one chain
+    per round. Return the numbers of rounds and of accepted draft tokens for each answer.
 
     target_states: prompts, answers, and the target's hidden states for them
     feature_layers: those hidden states that the drafter reads

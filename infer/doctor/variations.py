@@ -56,7 +56,8 @@ def copy_with_config(drafter: Drafter, family_keys: dict | None = None, **keys: 
     config.update({drafter.family.config_key: family_config} | keys)
     copy = type(drafter)(config)
     if drafter.quantised:
-        # Quantisation needs finite weights. They are replaced below by those of `drafter`.
+        # Quantisation needs finite weights, so random weights are set first. They are replaced
+        # below by those of `drafter`.
         copy.init_weights(torch.Generator())
         load_int8_package().quantise_drafter(copy)
     copy.load_state_dict(drafter.state_dict())
@@ -81,11 +82,12 @@ def vary_feature_layers(target: Target, drafter: Drafter) -> Variations:
 
 
 def vary_feature_norm(target: Target, drafter: Drafter) -> Variations:
-    """Yield a variation of a drafter that reads the target's hidden states after a norm instead of
-    before it, or the other way round.
+    """Yield a variation of a drafter that reads the target's hidden states on the other side of a
+    norm.
 
     If the drafter reads the last layer after the final norm, the variation reads this layer before
-    the final norm. Otherwise the variation reads every layer's output after the next layer's norm.
+    the final norm. Otherwise, the drafter reads the outputs of layers, and the variation reads each
+    output after the norm with which the next layer begins.
     """
     count = count_target_layers(target)
     if count in drafter.layer_ids:

@@ -1,4 +1,4 @@
-"""Builds, measures and finds the acceptance reference of a drafter.
+"""Builds, measures and reads the acceptance reference of a drafter.
 
 The reference contains public prompts, the target's greedy answers to these prompts, and how many
 draft tokens were accepted at each position of the draft. It is measured with chains, which are
@@ -25,12 +25,13 @@ from infer.evaluation.results import (
 from infer.formats.folders import find_drafter_folder
 from infer.targets.target import Target, weight_format_name
 
-ACCEPTANCE_REFERENCE_FILE_NAME = "acceptance.json"  # file in the folder of an exported drafter
+# Name of the file in the folder of an exported drafter
+ACCEPTANCE_REFERENCE_FILE_NAME = "acceptance.json"
 MAX_ACCEPTANCE_REFERENCE_ANSWER_TOKENS = 64
 
 
 class EvaluationPrompt(Protocol):
-    """Interface of a prompt on which drafters are evaluated, see data/prompts.py."""
+    """Interface of a prompt on which drafters are evaluated. data/prompts.py implements it."""
 
     @property
     def ids(self) -> list[int]:
@@ -108,7 +109,7 @@ def count_accepted_drafts(
     """Count, over the rounds of one sequence, how often each position of the draft was accepted.
 
     commits: how many tokens the prefill and each decoding round added to the output, in this order
-    countable_tokens: rounds that begin after this many output tokens are not counted
+    countable_tokens: only rounds that begin when the output has fewer tokens than this are counted
     draft_length: number of drafted tokens per round
     """
     committed, *round_commits = commits
@@ -142,8 +143,7 @@ def measure_reference(
     reference = build_reference(target, drafter, sendable, sequences)
     if reference is None:
         raise ValueError(
-            "no prompt can be sent to a server as text, because its text is tokenised to other "
-            "tokens: give at least one other prompt"
+            "no prompt can be sent to a server as text, because its text is tokenised to other tokens: give at least one other prompt"
         )
     return reference
 

@@ -101,7 +101,7 @@ def write_card(checkpoint: str | Path, out: Path, license: str | None, base_mode
         engines=" ".join(list_compatible_engines(out)),
         method="dspark"
         if reading.family_config.get("markov_rank")
-        else "dflash",  # vLLM and SGLang call the methods dspark and dflash
+        else "dflash",  # names of the methods in vLLM and SGLang
         license=license,
     )
     atomic_write(out / "README.md", card)
@@ -191,8 +191,8 @@ def build_front_matter(
 def list_training_options(run_config: dict, step_folder: Path) -> list[tuple[str, object]]:
     """Return (name, value) of each training option that the card shows, and of the step number.
 
-    A run can limit minutes, steps and epochs. Only the limit that took effect is returned:
-    max_minutes, else steps, else epochs.
+    The length of a run is set by one of the options max_minutes, steps and epochs. If several are
+    set, max_minutes takes effect, else steps. Only the option that took effect is returned.
     """
     rows = []
     for section, keys in RUN_OPTIONS_SHOWN_ON_CARD.items():

@@ -12,7 +12,7 @@ from infer.evaluation.results import Evaluation, ExampleNode, ExampleRound, Meth
 from infer.evaluation.templates import render_template
 from infer.trees.methods import TREE_METHODS
 
-# Sizes of charts, lines of legends and drawn trees, in CSS pixels
+# Sizes of charts, of lines in legends and of drawn trees, in CSS pixels
 CHART_HEIGHT_PX = 240
 LEGEND_LINE_HEIGHT_PX = 16
 TREE_COLUMN_WIDTH_PX = 74
@@ -25,7 +25,7 @@ PLOT_BOTTOM_PX = 200
 AXIS_TICK_COUNT = 4
 # Error bars of values from fewer rounds would be so long that they hide the lines.
 MIN_ROUNDS_FOR_ERROR_BAR = 50
-MAX_LOSS_POINTS = 120  # a loss chart with more points averages neighbouring ones
+MAX_LOSS_POINTS = 120  # if there are more points, neighbouring ones are averaged
 MAX_TOKEN_CHARACTERS_IN_DRAWING = 7  # longer tokens are cut in the drawing of a tree
 # SVG dash patterns of lines, for readers who cannot tell the colours apart
 DASH_PATTERNS = ("", "7 3", "2 3", "9 3 2 3", "4 2")
@@ -248,9 +248,9 @@ def build_tau_chart(evaluations: Sequence[Evaluation]) -> Chart:
 
 
 def build_first_choice_chart(study: TreeStudy) -> Chart:
-    """Return a chart of how often the drafter's most likely token is the target's token.
-
-    The x axis is the depth in the draft tree. Each entry of `study.first_choices` has a line.
+    """Return a chart of how often the drafter's most likely token is the token that the target
+    generates. The x axis is the depth in the draft tree. The chart has one line for each entry of
+    `study.first_choices`.
     """
     lines = []
     for i, accuracy in enumerate(study.first_choices):
@@ -386,10 +386,7 @@ def describe_tree(nodes: Sequence[ExampleNode], rejected: int, added: str) -> st
     added: the token that the target added after the accepted ones
     """
     path = ", ".join(repr(node.word) for node in nodes[1:] if node.accepted) or "none"
-    return (
-        f"A draft tree of {len(nodes) - 1} tokens after {nodes[0].word!r}. Accepted tokens: "
-        f"{path}. Number of rejected tokens: {rejected}. The target adds {added!r}."
-    )
+    return f"A draft tree of {len(nodes) - 1} tokens after {nodes[0].word!r}. Accepted tokens: {path}. Number of rejected tokens: {rejected}. The target adds {added!r}."
 
 
 def format_token(token: str) -> str:

@@ -1,7 +1,7 @@
 """Evaluates a drafter by decoding prompts with every decoding method.
 
-The prompts are decoded by the code that users call. Speed and acceptance are measured while
-decoding. They are never estimated from the accuracy of single tokens.
+The prompts are decoded with the same engine that users run. Speed and acceptance are measured while
+it decodes, and are not estimated from the accuracy of single tokens.
 """
 
 import math
@@ -48,7 +48,7 @@ from infer.evaluation.results import (
 from infer.evaluation.samples import decode_report_samples
 from infer.targets.target import Target, weight_format_name
 
-SHORT_EVALUATION_STRIDE = 4  # checkpoints before the last one decode every fourth prompt
+SHORT_EVALUATION_STRIDE = 4  # before the last checkpoint, only every fourth prompt is decoded
 
 
 def evaluate(
@@ -60,8 +60,9 @@ def evaluate(
 ) -> Evaluation:
     """Decode every prompt with every method, and return the results.
 
-    For a method whose outputs differ from those of baseline decoding, `ties` counts the outputs
-    that differ because of rounding, and `defects` all others, see `infer.evaluation.lossless`.
+    Outputs are compared with those of baseline decoding. In the result of each method, the field
+    `ties` is the number of outputs that differ because of rounding, and `defects` is the number of
+    outputs that differ for another reason, see `infer.evaluation.lossless`.
     """
     prompt_sets = build_prompt_sets(prompts, config)
     measurements = measure_prompt_sets(target, drafter, prompt_sets, progress)
@@ -79,10 +80,9 @@ def evaluate(
 def count_ties_and_defects(
     target: Target, evaluation: Evaluation, measurements: list[VariantMeasurement]
 ) -> Evaluation:
-    """Count the ties and the defects of each method, and return the evaluation with these counts.
-
-    Both are outputs that differ from the output of baseline decoding, see `classify_difference`. A
-    method without such outputs keeps the value None.
+    """Count the outputs of each method that differ from the output of baseline decoding, and return
+    the evaluation with these counts. `classify_difference` divides these outputs into ties
+    (rounding errors) and defects. A method without such outputs keeps None as its counts.
 
     measurements: one for each method of the evaluation, in the same order
     """
@@ -106,11 +106,10 @@ def build_prompt_sets(
     prompts: abc.Sequence[EvaluationPrompt], config: EvaluationConfig
 ) -> list[PromptSet]:
     """Group the prompts of an evaluation into prompt sets, whose results are reported separately.
-
     The first set has the held-out prompts. Each `report_group` of the prompts is a further set. If
-    decoding is greedy and `config.sampling_temperature` is set, the last set decodes every second
-    held-out prompt again with sampling. All sets except the first use only the median of the node
-    budgets `config.budgets`.
+    decoding is greedy and `config.sampling_temperature` is set, there is one more set, which
+    decodes every second held-out prompt again with sampling. The first set is decoded with all node
+    budgets in `config.budgets`, and the other sets with the median one.
     """
     numbers_by_name: dict[str | None, list[int]] = {}
     for number, prompt in enumerate(prompts):
@@ -159,12 +158,12 @@ def measure_prompt_sets(
     """Decode the prompts of every prompt set with every method.
 
     Returns a list for each set, with the measurement of each method, baseline decoding first. The
-    baseline measurement of the first set also contains text samples for the report and replays of
-    its outputs, see `infer.evaluation.replay`.
+    baseline measurement of the first set also contains text samples for the report. It also
+    contains the replays of its outputs, see `infer.evaluation.replay`.
 
     If `generate` of transformers is slower than our baseline decoding on the first set, it is not
-    measured on the other sets. The sets share the time limit `max_minutes` in proportion to their
-    number of outputs. If no time is left for a set, its measurements have no sequences.
+    measured on the other sets. The time limit `max_minutes` is divided among the sets in proportion
+    to their numbers of outputs. If no time is left for a set, its measurements have no sequences.
     """
     total = sum(len(prompt_set.prompts) for prompt_set in prompt_sets)
     done = 0
@@ -335,9 +334,9 @@ def summarise_prompt_set(
 
 
 def find_fastest_baseline(measurements: abc.Sequence[VariantMeasurement]) -> VariantMeasurement:
-    """Return the measurement of the faster baseline: our baseline decoding, or transformers.
-
-    Transformers is faster if the median over prompts of its speedup over our baseline is above 1.
+    """Return the measurement of the faster baseline: baseline decoding with our engine, or with
+    transformers. Transformers is faster if its speedup over our engine is above 1 in the median
+    over the prompts.
 
     measurements: the measurements of one prompt set, our baseline decoding first
     """
@@ -358,7 +357,8 @@ def summarise_method(
     """Return the results of one decoding method.
 
     measurement: the measurement of the method
-    baseline: the measurement of our baseline decoding, whose outputs every method must reproduce
+    baseline: the measurement of baseline decoding with our engine, whose outputs every method must
+        reproduce
     fastest_baseline: the measurement of the fastest baseline decoder; speedups are relative to it
     kinds: keys are prompt numbers, values are kinds of prompts, such as "functions"
     """

@@ -13,7 +13,8 @@ from infer.engine.grammar import make_grammar_state
 from infer.engine.sampling import SamplingTensors, make_round_noise, mark_seen_tokens, sample_tokens
 from infer.targets.target import Target
 
-LOSSLESS_CHECK_CHUNK_POSITIONS = 64  # tokens per forward pass when logits are computed again
+# Tokens per forward pass when a sequence's logits are computed again
+LOSSLESS_CHECK_CHUNK_POSITIONS = 64
 # To estimate rounding errors, logits are computed a second time with a separate forward pass for
 # each of this many last tokens.
 LOSSLESS_CHECK_ONE_BY_ONE_POSITIONS = 8
@@ -24,10 +25,11 @@ def classify_difference(
 ) -> str | None:
     """Compare an output with the output of baseline decoding, and classify the first difference.
 
-    The difference is a tie if rounding can explain it: the target could choose either token if each
-    logit changed by at most its rounding error. Any other difference is a defect. The rounding
-    error is estimated as two rounding steps of the dtype at the largest logit, plus twice the
-    change of the logits when the last tokens are computed one by one.
+    The difference is a tie if rounding can explain it, which means that the target can choose
+    either token if every logit may change by the rounding error. Any other difference is a defect.
+    The rounding error is estimated as the sum of two terms: twice the largest logit times the
+    machine epsilon of the target's dtype, and twice the largest change of a logit when the last
+    tokens are processed one at a time instead of together.
 
     ids: generated tokens of the output
     expected: generated tokens of baseline decoding
@@ -58,7 +60,7 @@ def classify_difference(
 
 
 class TargetTokenChooser:
-    """Chooses a token at one position, from the target's logits or from perturbed logits.
+    """Samples the token at one position, from the target's logits or from changed logits.
 
     logits: the target's logits at the position, of shape (1, 1, vocab_size)
     position: index of the position in the sequence; each position has its own sampling noise
@@ -90,9 +92,10 @@ class TargetTokenChooser:
     def is_possible(self, token: int, max_logit_error: float) -> bool:
         """Return whether `token` can be chosen if every logit changes by at most `max_logit_error`.
 
-        Two changes are tried. The first raises the logit of `token` and lowers all others. The
-        second helps if top-p would otherwise exclude `token`: it lowers all more likely tokens and
-        the token that is chosen without a change, and raises the rest.
+        Two changes of the logits are tried. The first raises the logit of `token` and lowers all
+        other logits. The second is for the case that top-p would exclude `token`: it lowers the
+        logits of all more likely tokens and of the token that is chosen without a change, and
+        raises all other logits.
         """
         token_up = torch.full_like(self.logits, -max_logit_error)
         token_up[..., token] = max_logit_error
@@ -108,8 +111,8 @@ class TargetTokenChooser:
 def compute_last_logits(target: Target, ids: list[int], num_one_by_one: int) -> torch.Tensor:
     """Return the target's logits after the last token, in float32, of shape (1, 1, vocab_size).
 
-    num_one_by_one: number of last tokens with a forward pass each. The tokens before them are
-        processed in chunks
+    num_one_by_one: how many tokens at the end are processed one at a time, with one forward pass
+        each; the tokens before them are processed in chunks
     """
     chunked = max(0, len(ids) - num_one_by_one)
     starts = [*range(0, chunked, LOSSLESS_CHECK_CHUNK_POSITIONS), *range(chunked, len(ids))]

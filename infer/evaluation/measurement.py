@@ -51,8 +51,8 @@ Decision = TypeVar("Decision")
 class DecodingVariant:
     """A decoding method with its node budget and options.
 
-    budget: number of drafted tree nodes per round. For a masked diffusion model, number of partly
-        masked versions of the sequence that one forward pass computes
+    budget: number of drafted tree nodes per round. For a masked diffusion model, number of copies
+        of the sequence with different masked positions that one forward pass computes
     drafter: None means the drafter that is evaluated
     """
 
@@ -67,10 +67,11 @@ class VariantMeasurement:
     """The outputs and times of one decoding variant.
 
     prompt_results: the result of each sequence in `sequences`
-    samples: text samples of the tree method with the most tokens per round. Only the measurement of
-        baseline decoding has them
-    replayed: the rounds in which drafts would decode each greedy output, see
-        `infer.evaluation.replay`. Only the measurement of baseline decoding has them
+    samples: text samples for the report, decoded with the tree method that has the most tokens per
+        round. They are stored in the measurement of baseline decoding; None in all others
+    replayed: for each greedy output, how many tokens each round would commit with a draft tree, see
+        `infer.evaluation.replay`. They are stored in the measurement of baseline decoding; empty in
+        all others
     remeasured_prompts: number of prompts that were measured again, because another process slowed
         the first measurement
     """
@@ -101,10 +102,8 @@ class VariantMeasurement:
         self.remeasured_prompts += other.remeasured_prompts
 
     def find_disturbed_prompts(self) -> list[int]:
-        """Return the indices of prompts that took unusually long.
-
-        Their time per token is more than MIN_TIME_RATIO_TO_REMEASURE times the median of all
-        prompts.
+        """Return the indices of prompts that took unusually long: their time per token is more than
+        MIN_TIME_RATIO_TO_REMEASURE times the median over all prompts.
         """
         seconds_per_token = [
             result.seconds[0] / max(1, result.tokens) for result in self.prompt_results
@@ -154,10 +153,9 @@ class PromptSet:
 
 
 def list_variants(drafter: Drafter, config: EvaluationConfig) -> list[DecodingVariant]:
-    """Return the decoding variants that an evaluation measures, our baseline decoding first.
-
-    The others are baseline decoding by transformers, the methods of `TREE_METHODS` that are
-    evaluated, and drafting from n-grams without the drafter.
+    """Return the decoding variants that an evaluation measures. The first is baseline decoding with
+    our engine. The others are baseline decoding with transformers, the evaluated methods of
+    `TREE_METHODS`, and drafting from n-grams without the drafter.
 
     Methods that use n-grams are measured with the median node budget only. They read the n-gram
     file `config.ngrams`. If this option is null, DDTree reads the n-gram file beside the drafter's
@@ -167,7 +165,7 @@ def list_variants(drafter: Drafter, config: EvaluationConfig) -> list[DecodingVa
     budget_for_ngrams = median_budget(config.budgets)
     config_values = asdict(config)
     shared_options = {name: config_values[name] for name in OPTIONS_COPIED_TO_VARIANTS}
-    # max_num_batched_tokens=None lets every method use its whole node budget in each step.
+    # With max_num_batched_tokens=None, every method uses its whole node budget in each round.
     shared_options |= {
         "loop_period": MAX_LOOP_PERIOD_TOKENS,
         "max_num_seqs": 1,
@@ -225,8 +223,8 @@ def broadcast_decision(model: AnyTarget, decision: Decision) -> Decision:
     """Return the decision of the first process in every process.
 
     If the target is sharded over several processes, they compute every forward pass together and
-    must decide alike. Decisions that depend on a clock could differ between them. If the target is
-    not sharded, `decision` is returned.
+    must make the same decisions. Decisions that depend on a clock could differ between the
+    processes. If the target is not sharded, `decision` is returned.
     """
     decisions = [decision]
     if cast(Target, model).is_sharded:
@@ -249,7 +247,9 @@ def describe_time_limit(minutes: float | None, done: int, total: int) -> str | N
 
 
 def median_budget(budgets: abc.Sequence[int]) -> int:
-    """Return the median node budget, or the larger of the two middle ones."""
+    """Return the median of the node budgets. For an even number of budgets, return the larger of
+    the two middle ones.
+    """
     return sorted(budgets)[len(budgets) // 2]
 
 

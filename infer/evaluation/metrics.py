@@ -15,12 +15,13 @@ from infer.evaluation.results import Evaluation, PromptResult
 
 BOOTSTRAP_SAMPLES = 2000
 CONFIDENCE_PERCENT = 95.0
-# A prompt whose time per token is more than this many times the method's median is measured again.
+# A prompt is measured again if its time per token is more than this many times the method's median.
 MIN_TIME_RATIO_TO_REMEASURE = 5
-# No confidence interval is reported for fewer prompts.
+# With fewer prompts, no confidence interval is computed.
 MIN_PROMPTS_FOR_CONFIDENCE_INTERVAL = 5
-# Two checkpoints are compared only if both have decoded at least this many of the same prompts. The
-# bootstrap interval contains the true value in 82 % of cases for 5 prompts, in 88 % for 8 prompts.
+# Two checkpoints are compared only if at least this many prompts were decoded with both of them.
+# With 8 prompts, the bootstrap confidence interval contains the true value in 88 % of cases; with 5
+# prompts, in 82 %.
 MIN_PROMPTS_TO_COMPARE_CHECKPOINTS = 8
 
 
@@ -65,7 +66,9 @@ def compute_metrics(
 
 
 def compute_output_tokens_per_second(result: PromptResult) -> float:
-    """Return the tokens per second in the fastest measurement of a prompt."""
+    """Return the tokens per second for one prompt. If the prompt was measured several times, use
+    the shortest time.
+    """
     return result.tokens / max(min(result.seconds), 1e-9)
 
 
@@ -75,11 +78,13 @@ def compute_acceptance_length_or_ratio(
     """Return the acceptance length over several outputs, and its confidence interval.
 
     The acceptance length is the sum of all tokens divided by the sum of all rounds. The token that
-    the prefill generates is not counted. The interval is None for few outputs.
+    the prefill generates is not counted. The interval is None for fewer than
+    MIN_PROMPTS_FOR_CONFIDENCE_INTERVAL outputs.
 
     counts: (number of tokens, number of rounds) of each output
-    baseline_counts: the same for other outputs of the same prompts. If given, the ratio of the two
-        acceptance lengths is returned, with the confidence interval of the ratio
+    baseline_counts: the same for other outputs of the same prompts. If given, the function returns
+        the acceptance length of `counts` divided by that of `baseline_counts`, and the confidence
+        interval of this ratio
     """
     count_array = np.asarray(counts, float).reshape(-1, 2)
 
@@ -120,8 +125,8 @@ def bootstrap_interval(
 ) -> list[float] | None:
     """Return the bootstrap confidence interval of a statistic, such as a median over prompts.
 
-    statistic: takes indices of observations, of shape (BOOTSTRAP_SAMPLES, count), and returns the
-        statistic of each sample, of shape (BOOTSTRAP_SAMPLES,)
+    statistic: takes indices of observations, of shape (BOOTSTRAP_SAMPLES, num_observations), and
+        returns the statistic of each sample, of shape (BOOTSTRAP_SAMPLES,)
     num_observations: number of observations
 
     Each sample has `num_observations` observations that are drawn with replacement. The random seed
@@ -140,9 +145,9 @@ def bootstrap_interval(
 def select_best_checkpoint(evaluations: Sequence[Evaluation]) -> Evaluation:
     """Return the evaluation of the best checkpoint of a training run.
 
-    It is the last checkpoint, unless an earlier one is significantly better. Two checkpoints are
-    compared on the prompts that both have decoded. Fewer than MIN_PROMPTS_TO_COMPARE_CHECKPOINTS
-    such prompts do not suffice, and the later checkpoint is kept.
+    This is the last checkpoint, unless an earlier one is significantly better. Two checkpoints are
+    compared on the prompts that were decoded with both. If there are fewer than
+    MIN_PROMPTS_TO_COMPARE_CHECKPOINTS such prompts, the later checkpoint counts as better.
     """
     by_step = sorted(evaluations, key=lambda evaluation: evaluation.step or 0)
     best = by_step.pop()
@@ -171,9 +176,9 @@ def pair_shared_prompts(
 ) -> list[tuple[PromptResult, PromptResult]]:
     """Return pairs of results of two evaluations, one for each prompt that both have decoded.
 
-    All results are from the same decoding method. It is the method with the highest acceptance
-    length in `evaluation` among those that use the drafter and no n-grams. If every method uses
-    n-grams, they are considered, too.
+    All results are from the same decoding method: the one with the highest acceptance length in
+    `evaluation` among the methods that use the drafter and no n-grams. If every method uses
+    n-grams, it is chosen among all methods.
     """
     without_ngrams = [
         method for method in evaluation.drafter_methods if not method.tree_method.needs_ngrams
@@ -204,7 +209,4 @@ def describe_too_few_prompts(evaluations: Sequence[Evaluation]) -> str | None:
     most_shared = max(shared, default=MIN_PROMPTS_TO_COMPARE_CHECKPOINTS)
     if most_shared >= MIN_PROMPTS_TO_COMPARE_CHECKPOINTS:
         return None
-    return (
-        f"The last checkpoint is used as the best one: the evaluations share {most_shared} of the "
-        f"{MIN_PROMPTS_TO_COMPARE_CHECKPOINTS} prompts that are needed to choose an earlier one."
-    )
+    return f"The last checkpoint is used as the best one: the evaluations share {most_shared} of the {MIN_PROMPTS_TO_COMPARE_CHECKPOINTS} prompts that are needed to choose an earlier one."

@@ -1,6 +1,5 @@
-"""Formats the results of a suite of question sets like Table 1 of the DDTree paper.
-
-The results are shown beside those of the paper, which published.csv contains.
+"""Formats the results of a suite of question sets in the form of Table 1 of the DDTree paper,
+beside the results of the paper. published.csv contains the paper's results.
 """
 
 import csv
@@ -16,14 +15,10 @@ from infer.evaluation.results import (
 )
 from infer.evaluation.tables import MISSING_CELL, format_markdown_table
 
-DDTREE_PAPER_CITATION = (
-    "Accelerating Speculative Decoding with Block Diffusion Draft Trees, arXiv:2604.12989, Table "
-    "1: 8 H200 GPUs, bfloat16, block size 16, at most 2,048 new tokens; DDTree with the best "
-    "budget of 16 to 1,024 nodes"
-)
+DDTREE_PAPER_CITATION = "Accelerating Speculative Decoding with Block Diffusion Draft Trees, arXiv:2604.12989, Table 1: 8 H200 GPUs, bfloat16, block size 16, at most 2,048 new tokens; DDTree with the best budget of 16 to 1,024 nodes"
 # Results of the DDTree paper for three target models with DFlash drafters
 DDTREE_PAPER_RESULTS_FILE = Path(__file__).with_suffix(".csv")
-# Each column "paper" contains the paper's value of the column to its left.
+# A column "paper" contains the value in the paper for the quantity in the column to its left.
 PAPER_TABLE_COLUMNS = (
     "set",
     "answers",
@@ -110,30 +105,22 @@ def format_suite(suite: SuiteResult) -> str:
     answers = sum(each.answers for each in suite.sets)
     left_out = sum(each.left_out for each in suite.sets)
     first = suite.sets[0].result
-    notes = (
-        f"{first.device}, {first.dtype}, {answers} answers of at most {first.max_new_tokens} new "
-        "tokens"
-    )
+    notes = f"{first.device}, {first.dtype}, {answers} answers of at most {first.max_new_tokens} new tokens"
     if left_out:
         notes += f"; {left_out} questions were left out because they are too long for the target"
     for each in suite.sets:
         if each.result.time_limit_note:
             notes += f"; {each.title}: {each.result.time_limit_note}"
-    notes += (
-        ". τ is the number of tokens per round, including the bonus token. τ and speedups are "
-        "averaged over answers and do not include the prefill. The column 'same' counts the "
-        "answers that equal those of plain decoding, for the method with the lowest count."
-    )
+    notes += ". τ is the number of tokens per round, including the bonus token. τ and speedups are averaged over answers and do not include the prefill. The column 'same' counts the answers that equal those of plain decoding, for the method with the lowest count."
     if has_published:
         notes += f" The paper is {DDTREE_PAPER_CITATION}."
     return "\n\n".join([*paragraphs, notes])
 
 
 def format_paper_table(sets: list[SetResult], published: Sequence[PublishedResult | None]) -> str:
-    """Return a Markdown table of chains and of DDTree with its fastest node budget.
-
-    A chain is a draft without branches. A node budget is the number of drafted nodes per round. The
-    table has a row for each question set and a row of means.
+    """Return a Markdown table with the τ (tokens per round) and the speedup of chains, which are
+    drafts without branches, and of DDTree. Of the node budgets of DDTree (numbers of drafted nodes
+    per round), the fastest is shown. The table has a row for each question set and a row of means.
 
     published: the paper's result for each set, or None. If all are None, the table has no columns
         for the paper
@@ -195,7 +182,7 @@ def find_fastest_budget(methods: Sequence[MethodResult], name: str) -> MethodRes
 
 
 def format_paper_table_numbers(numbers: Sequence[float | None]) -> list[str]:
-    """Return the numbers in one row of the table of `format_paper_table` as strings."""
+    """Return the numbers in one row of `format_paper_table` as strings for the cells."""
     return [
         MISSING_CELL if number is None else number_format.format(number)
         for number_format, number in zip(PAPER_TABLE_NUMBER_FORMATS, numbers, strict=True)

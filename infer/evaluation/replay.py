@@ -3,9 +3,10 @@ again.
 
 This is called a replay. It is possible because a greedy output does not depend on the drafts. One
 forward pass of the target over prompt and answer gives the hidden states that the drafter reads.
-The drafter then drafts a block after every token of the answer, for many tokens at once. A round
-that begins after a token accepts the draft tokens that equal the next tokens of the answer
-(`walk`). The sequence of rounds follows from these counts.
+From them, the drafter drafts a block after every token of the answer; it drafts many blocks at
+once. For each block, `walk` counts the draft tokens that equal the next tokens of the answer. A
+round with this block would accept these tokens. The counts determine at which tokens the rounds
+begin.
 
 `replay_tree_variants` and `summarise_replay` compare trees with chains, which are drafts without
 branches.
@@ -39,7 +40,7 @@ from infer.trees.tree import Conditionals, Proposal
 
 MAX_REPLAY_SCORES_IN_MEMORY = (
     1 << 24
-)  # maximum number of drafter scores (one per position and vocabulary token) in memory at a time
+)  # maximum number of the drafter's scores in memory; a position has one score per token
 MAX_BLOCKS_REPLAYED_AT_ONCE = 128  # maximum number of blocks in one forward pass of the drafter
 
 # Token ids of a prompt, and token ids of the target's greedy answer to this prompt
@@ -64,12 +65,13 @@ class ReplayVariant(NamedTuple):
 class BlockBatch(NamedTuple):
     """Drafted blocks, each of which begins after a different token of an answer.
 
-    bonus: the token before each block, of shape (num_blocks,)
+    bonus: the token after which each block was drafted, of shape (num_blocks,)
     block: the drafted blocks, with scores of shape (num_blocks, draft_length, vocab_size of the
         drafter)
     next_tokens: the answer's tokens after each bonus token; -1 after the end of the answer. The
         shape is (num_blocks, draft_length + 1)
-    conditional_draft: scores given the token before; None if the drafter has no conditional head
+    conditional_draft: scores from the conditional head, which scores each token given the token
+        before it; None if the drafter has no conditional head
     """
 
     bonus: torch.Tensor
@@ -81,9 +83,10 @@ class BlockBatch(NamedTuple):
 class ReplayedSequence(NamedTuple):
     """The replayed rounds of one sequence.
 
-    commits: for each variant, how many tokens the prefill and each round commit, in this order
-    first_choices: keys are "marginals" and "head". Values are the counts of `count_first_choices`,
-        summed over the rounds of one variant, int64 of shape (4, draft_length)
+    commits: for each variant, how many tokens the prefill and each round would commit, in this
+        order
+    first_choices: the counts of `count_first_choices`, summed over the rounds of one variant. Keys
+        are "marginals" and "head". Values are int64 of shape (4, draft_length)
     """
 
     commits: dict[ReplayVariant, list[int]]
@@ -129,9 +132,9 @@ def replay_sequences(
     features: Sequence[torch.Tensor] | None = None,
     first_choice_variant: ReplayVariant | None = None,
 ) -> list[ReplayedSequence]:
-    """Replay sequences with each variant, and return how many tokens each round commits.
-
-    The counts equal those of `Sequence.commits` after decoding, except for rounding errors.
+    """Replay sequences with each variant, and return how many tokens each round would commit.
+    Except for rounding errors, the counts equal `Sequence.commits` of an engine that decodes the
+    same prompts.
 
     drafter: a drafter with a network; prompt lookup is not supported
     sequences: prompts and greedy answers; an answer includes its end token if it has one
@@ -162,8 +165,7 @@ def replay_sequences(
         commits = {variant: compute_commits(accepted[variant]) for variant in variants}
         sums = {}
         if first_choice_variant is not None and first_choices:
-            # Indices of the answer tokens after which the rounds of variant `first_choice_variant`
-            # begin
+            # Indices of the answer tokens after which the rounds of `first_choice_variant` begin
             starts = np.cumsum([0, *commits[first_choice_variant][1:-1]])
             for source, position_counts in first_choices.items():
                 # (4, num_rounds, draft_length)
@@ -249,17 +251,20 @@ def count_ideal_accepted(proposal: Proposal, next_tokens: torch.Tensor) -> torch
 def count_first_choices(
     target: Target, drafter: Drafter, batch: BlockBatch, accepted_lengths: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Count how often the drafter's first choice, its most likely token, is the answer's token.
-
-    A round that accepts m draft tokens gives one attempt at each of the first m + 1 positions.
+    """Count how often the drafter's first choice, its most likely token at a position, is the
+    answer's token. If a round accepts m draft tokens of a block, the first m + 1 positions of the
+    block are counted, as one attempt each.
 
     accepted_lengths: number of draft tokens that a round accepts, for each block of `batch`
 
-    Returns counts for the key "marginals". A drafter with a conditional head, which scores a token
-    given the token before it, has other first choices. The key "head" has the counts for them.
-    Counts are int64 of shape (4, num_blocks, draft_length). The first dimension has these entries:
-    0 and 1: attempts, and correct first choices, after accepted tokens that are all first choices
-    2 and 3: attempts, and correct first choices, after an accepted token that is not one
+    Returns a dictionary. The key "marginals" has the counts for the scores without the conditional
+    head. If the drafter has a conditional head, the key "head" has the counts for the scores with
+    it. Counts are int64 of shape (4, num_blocks, draft_length). The first dimension has these
+    entries:
+    0: attempts at positions before which all accepted tokens are first choices
+    1: number of these attempts in which the first choice is the answer's token
+    2: attempts at positions before which some accepted token is not a first choice
+    3: number of these attempts in which the first choice is the answer's token
     """
     next_tokens = batch.next_tokens[:, :-1]  # (num_blocks, draft_length)
     log_probs_by_source = {"marginals": batch.block.marginals}
@@ -285,8 +290,8 @@ def count_first_choices(
 def compute_commits(accepted: Sequence[int]) -> list[int]:
     """Return how many tokens the prefill and each round commit, in this order.
 
-    accepted: entry i is the number of draft tokens that are accepted by a round after answer token
-        i. The last token of the answer has no entry
+    accepted: entry i is the number of draft tokens that a round accepts if it begins after token i
+        of the answer. The last token of the answer has no entry
     """
     commits = [1]
     position = 0
@@ -300,11 +305,10 @@ def compute_commits(accepted: Sequence[int]) -> list[int]:
 def replay_tree_variants(
     target: Target, drafter: Drafter, baseline: Iterable[DecodedSequence], config: EvaluationConfig
 ) -> list[ReplayedSequence]:
-    """Replay the outputs of baseline decoding with the chain and with DDTree at every node budget.
-
-    Each of them is replayed with the rankings of `ReplayVariant`. First choices (most likely tokens
-    of the drafter) are counted in the rounds of the largest tree. Returns an empty list for sampled
-    outputs, and for prompt lookup, which drafts no blocks.
+    """Replay the outputs of baseline decoding with chains, and with DDTree at every node budget.
+    Each is replayed with every ranking that `ReplayVariant` describes and that applies to it. First
+    choices (most likely tokens of the drafter) are counted in the rounds of the largest tree.
+    Returns an empty list for sampled outputs, and for prompt lookup, which drafts no blocks.
     """
     if config.temperature > 0 or drafter.family is PROMPT_LOOKUP_FAMILY:
         return []
@@ -357,7 +361,8 @@ def summarise_replay(sequences: Sequence[ReplayedSequence]) -> TreeStudy:
 
 
 def accuracy_interval(attempts: np.ndarray, correct: np.ndarray) -> list[float] | None:
-    """Return the confidence interval of the share of correct attempts.
+    """Return the confidence interval of the accuracy, which is the share of attempts that are
+    correct.
 
     attempts: number of attempts in each sequence, of shape (num_sequences,)
     correct: number of correct attempts in each sequence, of shape (num_sequences,)

@@ -16,7 +16,7 @@ from infer.trees.methods import NGRAMS_ALONE_TREE_METHOD, TREE_METHODS, TreeMeth
 from infer.utils.files import write_json
 
 Result = TypeVar("Result")
-# Describes baseline decoding with `generate` of transformers, as TREE_METHODS describes our methods
+# Properties of baseline decoding with `generate` of transformers, like the entries of TREE_METHODS
 TRANSFORMERS_BASELINE_METHOD = TreeMethod(
     "generate",
     "transformers",
@@ -75,8 +75,10 @@ class PromptResult:
     kind: str  # kind of the prompt, such as "functions"
     tokens: int  # number of generated tokens
     rounds: int  # number of decoding rounds
-    seconds: list[float]  # one decoding time; files of earlier versions have several
-    # Number of tokens in the repetitions that ended the output; 0 if it ended in another way
+    # A list with the decoding time; in files of earlier versions, with several times
+    seconds: list[float]
+    # If the output was ended because it repeated itself: number of repeated tokens at its end; else
+    # 0
     loop_tokens: int = field(metadata={"key": "looped"})
 
 
@@ -124,7 +126,7 @@ class ReferenceAnswer:
     chat: whether the text is sent as a user message of a chat; if false, it is sent as text that
         the target continues
     prompt_ids, answer_ids: token ids of the prompt and of the answer
-    acceptance: the counts for this answer; None if they were stored only for all answers together
+    acceptance: the acceptance for this answer; None if it was stored only for all answers together
     """
 
     prompt_text: str = field(metadata={"key": "said"})
@@ -169,8 +171,8 @@ class MethodResult:
     # Name of the method in TREE_METHODS; for a masked diffusion model, the drafting method and the
     # draft length
     name: str
-    # Number of drafted tree nodes per round. For a masked diffusion model, number of partly masked
-    # versions of the sequence per forward pass
+    # Number of drafted tree nodes per round. For a masked diffusion model, number of copies of the
+    # sequence with different masked positions per forward pass
     budget: int
     tau: float  # committed tokens of all rounds, divided by the number of rounds
     tau_prompt_mean: float  # mean over prompts of the committed tokens per round
@@ -180,31 +182,31 @@ class MethodResult:
     tokens_per_second: float
     speedup: float  # speedup over the fastest baseline, see infer/evaluation/metrics.py
     histogram: list[int]  # entry i is the number of rounds that committed i + 1 tokens
-    # Whether every output equals the output of baseline decoding. None if they cannot be compared,
-    # because they were sampled with other random numbers
+    # Whether every output equals the output of baseline decoding. None if the outputs cannot be
+    # compared, because they were sampled with other random numbers
     identical: bool | None = None
     # Number of outputs that differ from baseline decoding only because of rounding errors, see
     # `classify_difference`
     ties: int | None = None
-    defects: int | None = None  # number of outputs that differ for other reasons than rounding
+    defects: int | None = None  # number of outputs that differ for another reason than rounding
     identical_outputs: int | None = field(
         default=None, metadata={"key": "same"}
     )  # number of outputs that equal those of baseline decoding
-    # Ratio of the mean times per token of baseline and method, without the prefill. Publications
-    # compute the speedup in this way.
+    # Speedup as publications compute it: the baseline's mean time per token divided by that of the
+    # method, without the prefill
     decoding_speedup: float | None = None
     tau_interval: list[float] | None = None
     speedup_interval: list[float] | None = None
     prompts: list[PromptResult] | None = None
-    # Number of prompts that were measured again because the first time was unusually long
+    # Number of prompts that were measured again because their first decoding time was unusually
+    # long
     remeasured_prompts: int | None = field(default=None, metadata={"key": "again"})
 
     @property
     def significance(self) -> str:
-        """Whether the method is "faster" or "slower" than the baseline, or "undecided".
-
-        It is "undecided" if the confidence interval of the speedup contains 1 or is missing. It is
-        "" for results of earlier versions, which have no intervals.
+        """ "faster" or "slower" if the method is significantly faster or slower than the baseline,
+        else "undecided": the confidence interval of its speedup then contains 1 or is missing. ""
+        for results of earlier versions, which have no confidence intervals.
         """
         if self.speedup_interval is None:
             return "" if self.prompts is None else "undecided"
@@ -244,15 +246,14 @@ def find_tree_method(name: str) -> TreeMethod:
 
 @dataclass(frozen=True)
 class FirstChoiceAccuracy:
-    """How often the drafter's first choice, its most likely token, is the target's token.
+    """How often the drafter's first choice, its most likely token, is the token that the target
+    generates. Each decoding round with a draft tree gives one attempt for each accepted draft
+    token, and one for the token after them.
 
-    Each round of a draft tree gives one attempt for each accepted draft token and one for the token
-    after them.
-
-    source: the scores that choose the token. "head" means those of the drafter's conditional head,
-        which sees the token before; "marginals" means those without the conditional head
-    prefix: the accepted tokens before the attempt. "first choices" means that all of them were
-        first choices; "a sibling" means that one was a less likely token
+    source: which scores of the drafter choose the token: "head" for the scores with the conditional
+        head, which depend on the token before; "marginals" for the scores without it
+    prefix: "first choices" if all accepted tokens before the attempt were first choices; "a
+        sibling" if one of them was a less likely token
     attempts: number of attempts at each depth of the tree, from depth 1
     correct: number of attempts at each depth in which the first choice was right
     intervals: confidence interval of the accuracy at each depth
@@ -287,7 +288,7 @@ class ReplayResult:
 class TreeStudy:
     """A comparison of trees and chains (drafts without branches), from replays of greedy outputs.
 
-    nodes: node budget of the trees in whose rounds first choices were counted
+    nodes: node budget of the draft trees for which `first_choices` was counted
     first_choices: how often the most likely token of the drafter is right
     results: the acceptance length of each replayed variant
     """
@@ -317,17 +318,19 @@ class Evaluation:
     step: int | None = None  # training step of the evaluated checkpoint
     checkpoint: str | None = None
     drafter: str | None = None
-    baseline: str | None = None  # name of the fastest baseline; None means "plain", our own
+    baseline: str | None = None  # name of the fastest baseline; None means "plain", our engine
     # Evaluations of the same methods on other prompts, or with sampling
     other_evaluations: "list[Evaluation] | None" = field(default=None, metadata={"key": "beside"})
     example: ExampleRound | None = None
     # Name of the prompt set, such as "temperature 1"; None for the held-out prompts of the main
     # evaluation
     prompt_set_name: str | None = field(default=None, metadata={"key": "what"})
-    reference: AcceptanceReference | None = None  # lets `doctor` check other engines
+    # The command `doctor` checks other engines with this reference
+    reference: AcceptanceReference | None = None
     # None if nothing was replayed: for sampled outputs, and for prompt lookup
     tree_study: TreeStudy | None = field(default=None, metadata={"key": "trees"})
-    # A sentence about the prompts that evaluation.max_minutes left out; None if there are none
+    # A sentence about the prompts that were not decoded because of evaluation.max_minutes; None if
+    # all prompts were decoded
     time_limit_note: str | None = field(default=None, metadata={"key": "cut"})
     # Date of the measurement, such as 2026-11-28; None in files of earlier versions
     date: str | None = None
@@ -368,9 +371,8 @@ class Evaluation:
 
     @property
     def same_output(self) -> bool:
-        """Whether all outputs of our engine equal those of baseline decoding.
-
-        The outputs of `other_evaluations` are included.
+        """Whether all outputs of our engine equal those of baseline decoding, also in
+        `other_evaluations`.
         """
         if not all(method.identical for method in self.engine_methods):
             return False
@@ -383,9 +385,8 @@ class Evaluation:
 
 
 def select_best_method(methods: Sequence[MethodResult]) -> MethodResult:
-    """Return the method whose speedup has the highest lower end of the confidence interval.
-
-    For a method without an interval, the speedup itself is used.
+    """Return the method with the highest lower end of the confidence interval of its speedup. For a
+    method without a confidence interval, the speedup itself is compared.
     """
     return max(methods, key=lambda method: (method.speedup_interval or [method.speedup])[0])
 
@@ -428,8 +429,7 @@ def read_result(path: Path, result_class: type[Result]) -> Result:
         return from_json(json.loads(path.read_text(encoding="utf-8")), result_class)
     except TypeError as error:
         raise ValueError(
-            f"{path} does not contain a result of the type {result_class.__name__} ({error}): "
-            "measure again, or use another file"
+            f"{path} does not contain a result of the type {result_class.__name__} ({error}): measure again, or use another file"
         ) from error
 
 

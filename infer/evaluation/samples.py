@@ -1,7 +1,7 @@
 """Collects the text samples and the example of a decoding round that a report shows.
 
-The text samples mark accepted and rejected draft tokens. For them, some prompts are decoded again
-after all times were measured, because recording rejected draft tokens takes time.
+The text samples mark accepted and rejected draft tokens. Recording rejected draft tokens takes
+time, so some prompts are decoded once more for the samples, after all times were measured.
 """
 
 import math

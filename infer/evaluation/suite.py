@@ -3,9 +3,9 @@
 The result of each finished set is written to a file. If the command is repeated, a finished set is
 not decoded again.
 
-Chats of several turns are answered turn by turn. The prompt of a later turn contains the answers
-that baseline decoding gave to the earlier turns. The other methods would give the same answers,
-because decoding is lossless and they use the same seed.
+A chat may have several turns (a user message and its answer). The prompt of a later turn contains
+the answers of baseline decoding to the earlier turns. The other methods would give the same
+answers, because decoding is lossless and all methods use the same seed.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ MIN_SECONDS_PER_TOKEN = 1e-9
 
 
 class LoadedQuestionSet(Protocol):
-    """Interface of a loaded question set, see data/suites.py."""
+    """Interface of a loaded question set. data/suites.py implements it."""
 
     @property
     def name(self) -> str: ...
@@ -51,12 +51,14 @@ class LoadedQuestionSet(Protocol):
 
     @property
     def chats(self) -> Sequence[Sequence[list[dict[str, str]]]]:
-        """The chats of the set. A chat is a list of turns. A turn is a list of new messages."""
+        """The chats of the set. A chat is a list of turns. A turn is a list of the messages that
+        are added to the chat before the model's next answer.
+        """
         ...
 
 
 class SuiteOptions(Protocol):
-    """Interface of the options of a suite, see SuiteConfig in data/suites.py."""
+    """Interface of the options of a suite. SuiteConfig in data/suites.py implements it."""
 
     name: str | None
     thinking: bool
@@ -81,8 +83,8 @@ def evaluate_suite(
     """Decode every question set at every temperature, with every decoding method.
 
     The result of each set is written to the folder out/sets as soon as it is finished, and the
-    results of all sets to out/suite.json. The sets share the time limit `evaluation.max_minutes`
-    equally.
+    results of all sets to out/suite.json. The time limit `evaluation.max_minutes` is divided
+    equally among the sets.
 
     checkpoint: folder or name from which the drafter was loaded
     log: called with a line of text for each set
@@ -229,9 +231,7 @@ def answer_questions(
         measurements_by_turn.append(measurements)
     if not measurements_by_turn:
         raise ValueError(
-            f"{question_set.title}: every question is too long for the target, which supports "
-            f"{max_positions(target)} tokens including {max_new_tokens} new ones: reduce "
-            "evaluation.max_new_tokens"
+            f"{question_set.title}: every question is too long for the target, which supports {max_positions(target)} tokens including {max_new_tokens} new ones: reduce evaluation.max_new_tokens"
         )
     return merge_measurements(measurements_by_turn), left_out
 
@@ -256,7 +256,8 @@ def encode_chat(target: Target, messages: list[dict[str, str]], thinking: bool) 
 def compute_decode_seconds_per_token(measurement: VariantMeasurement) -> float:
     """Return the decoding time per token without the prefill, in seconds, averaged over answers.
 
-    The speedup that publications report is the ratio of two such times.
+    Publications compute the speedup of a method as this time for baseline decoding divided by this
+    time for the method.
     """
     stats = measurement.stats
     total = sum((each.seconds - each.stage_seconds["prefill"]) / each.tokens for each in stats)
@@ -291,8 +292,8 @@ def read_finished_set(file: Path, expected_settings: dict[str, object]) -> SetRe
     """Return the result of a question set that an earlier run wrote to `file`.
 
     Returns None if the file does not exist. Raises ValueError if the earlier run had other
-    settings. Saved settings that no longer exist are ignored. The time limit may differ if the
-    earlier run decoded all questions.
+    settings. Settings in the file that this version does not have are not compared. If the earlier
+    run decoded all questions, the time limit may differ.
     """
     if not file.exists():
         return None
@@ -318,8 +319,7 @@ def drafter_digest(checkpoint: str) -> str:
     files = sorted(find_drafter_folder(checkpoint).glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(
-            f"checkpoint={checkpoint}: the folder contains no drafter weights (*.safetensors): "
-            "give the folder of a drafter"
+            f"checkpoint={checkpoint}: the folder contains no drafter weights (*.safetensors): give the folder of a drafter"
         )
     digests = b"".join(bytes.fromhex(file_digest(file)) for file in files)
     return hashlib.sha256(digests).hexdigest()

@@ -23,10 +23,7 @@ METHOD_COLUMNS = ("method", "tokens per round (τ)", "tokens/s", "speedup", "sam
 REPLAY_TABLE_COLUMNS = ("replayed", "τ by marginals", "τ", "τ in the best order", "tokens/s")
 ENGINES_VERIFYING_CHAINS_ONLY = "vLLM, SGLang, llama.cpp and transformers"
 INSIGNIFICANT_MARK = "~"
-INSIGNIFICANT_LEGEND = (
-    f"{INSIGNIFICANT_MARK}  not significant: the interval holds 1, or there are fewer than "
-    f"{MIN_PROMPTS_FOR_CONFIDENCE_INTERVAL} prompts"
-)
+INSIGNIFICANT_LEGEND = f"{INSIGNIFICANT_MARK}  not significant: the interval holds 1, or there are fewer than {MIN_PROMPTS_FOR_CONFIDENCE_INTERVAL} prompts"
 
 
 def format_method_row(method: MethodResult) -> list[str]:
@@ -71,10 +68,10 @@ def significance_mark(method: MethodResult) -> str:
 def build_significance_legend(
     methods: Iterable[MethodResult], cells: Iterable[str] = ()
 ) -> list[str]:
-    """Return [INSIGNIFICANT_LEGEND] if INSIGNIFICANT_MARK is used, else an empty list.
+    """Return [INSIGNIFICANT_LEGEND] if a table contains INSIGNIFICANT_MARK, else an empty list.
 
-    methods: methods whose speedups are shown with their marks
-    cells: further texts of table cells that may contain the mark
+    methods: the methods in the table; a method with an insignificant speedup has the mark
+    cells: other cells of the table, which may contain the mark
     """
     texts = [*map(significance_mark, methods), *cells]
     return [INSIGNIFICANT_LEGEND] if any(INSIGNIFICANT_MARK in text for text in texts) else []
@@ -98,7 +95,9 @@ def format_markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) ->
 
 
 def format_method_table(evaluation: Evaluation) -> str:
-    """Return a Markdown table of the methods, followed by the explanation of its marks."""
+    """Return a Markdown table with a row of results for each method, followed by an explanation of
+    the marks in it.
+    """
     rows = [format_method_row(method) for method in evaluation.methods]
     table = format_markdown_table(METHOD_COLUMNS, rows)
     return "\n\n".join([table, *build_significance_legend(evaluation.methods)])
@@ -128,11 +127,12 @@ def format_evaluation(evaluation: Evaluation) -> str:
 
 
 def build_replay_table(evaluation: Evaluation) -> tuple[list[Sequence[str]], str] | None:
-    """Return a table of the replayed chain and DDTrees, and a sentence about them.
+    """Return a table with the τ (tokens per round) of replayed chains and draft trees, and a
+    sentence that compares them. A chain is a draft without branches. A replay computes, without
+    decoding, how many tokens each round would commit.
 
-    A replay computes without decoding how many tokens each round would commit. The first row of the
-    table has the column names, REPLAY_TABLE_COLUMNS. The sentence compares trees with the chain,
-    which is a draft without branches. Returns None if nothing was replayed.
+    The first row of the table has the column names REPLAY_TABLE_COLUMNS. Returns None if nothing
+    was replayed.
     """
     study = evaluation.tree_study
     if study is None:
@@ -154,8 +154,7 @@ def build_replay_table(evaluation: Evaluation) -> tuple[list[Sequence[str]], str
 
     accuracies = ", ".join(
         (
-            f"{each.accuracy:.2f}{format_interval(each.interval)} after {each.prefix} by the "
-            f"{each.source}"
+            f"{each.accuracy:.2f}{format_interval(each.interval)} after {each.prefix} by the {each.source}"
         )
         for each in study.first_choices
         if any(each.attempts)
@@ -166,11 +165,7 @@ def build_replay_table(evaluation: Evaluation) -> tuple[list[Sequence[str]], str
         for tree in trees
     ]
     best = select_best_method(trees_over_chain)
-    sentence = (
-        f"How often the drafter's first choice is the target's token, in rounds of {study.nodes} "
-        f"nodes: {accuracies}. Of the trees, {best.label} is {describe_speedup(best)}, compared "
-        "with the chain."
-    )
+    sentence = f"How often the drafter's first choice is the target's token, in rounds of {study.nodes} nodes: {accuracies}. Of the trees, {best.label} is {describe_speedup(best)}, compared with the chain."
     return rows, sentence
 
 
@@ -204,21 +199,18 @@ def format_findings(evaluation: Evaluation) -> str:
 def list_findings(evaluation: Evaluation) -> list[str]:
     """Return sentences that summarise an evaluation.
 
-    They say which τ (tokens per round) the chain has, how fast other engines can be with this
-    drafter if they verify only chains (drafts without branches), and which speedups were measured
-    on this machine. The last sentence says whether the outputs equal those of baseline decoding.
+    They give the τ (tokens per round) of chains, which are drafts without branches; the highest
+    speedup that other engines can have with this drafter if they verify only chains; and the
+    speedups that were measured on this machine. The last sentence says whether the outputs equal
+    those of baseline decoding.
     """
     sentences = []
     for chain in evaluation.drafter_methods:
         if chain.name != "chain":
             continue
         sentences += [
-            f"With a chain of {chain.budget} drafted tokens, the target commits τ = "
-            f"{chain.tau:.2f} tokens per pass, on every machine.",
-            f"An engine that verifies chains ({ENGINES_VERIFYING_CHAINS_ONLY}) is at most "
-            f"{chain.tau:.2f} times as fast with this drafter: nearly that on a GPU with few "
-            f"requests, where a pass over {chain.budget + 1} tokens takes about as long as a pass "
-            "over one, and less on a CPU, where it takes longer.",
+            f"With a chain of {chain.budget} drafted tokens, the target commits τ = {chain.tau:.2f} tokens per pass, on every machine.",
+            f"An engine that verifies chains ({ENGINES_VERIFYING_CHAINS_ONLY}) is at most {chain.tau:.2f} times as fast with this drafter: nearly that on a GPU with few requests, where a pass over {chain.budget + 1} tokens takes about as long as a pass over one, and less on a CPU, where it takes longer.",
         ]
     speedups = describe_speedups(evaluation)
     if speedups is not None:
@@ -229,8 +221,8 @@ def list_findings(evaluation: Evaluation) -> list[str]:
 def describe_speedups(evaluation: Evaluation) -> str | None:
     """Return a sentence with the speedups that were measured on this machine.
 
-    It names the chain, the best tree without n-grams, the best tree with n-grams, and n-grams
-    without the drafter. Returns None if none of these was measured.
+    It gives the speedups of the chain, of the best tree without n-grams, of the best tree with
+    n-grams, and of n-grams without the drafter. Returns None if none of these was measured.
     """
     drafter_methods = evaluation.drafter_methods
     chains = [method for method in drafter_methods if method.name == "chain"]
@@ -286,8 +278,8 @@ def describe_speedup(method: MethodResult) -> str:
 def list_measurement_notes(evaluation: Evaluation) -> list[str]:
     """Return the notes below the tables.
 
-    They say what the time limit left out, how many prompts were measured again, and how many
-    outputs were ended because they repeated themselves.
+    The notes say which prompts were not decoded because of the time limit, how many prompts were
+    measured again, and how many outputs were ended because they repeated themselves.
     """
     notes = []
     for each in evaluation.with_others:
@@ -299,8 +291,7 @@ def list_measurement_notes(evaluation: Evaluation) -> list[str]:
     remeasured = sum(method.remeasured_prompts or 0 for method in methods)
     if remeasured:
         notes.append(
-            f"measured again, as it took over {MIN_TIME_RATIO_TO_REMEASURE} times the method's "
-            f"median time per token: {remeasured}"
+            f"measured again, as it took over {MIN_TIME_RATIO_TO_REMEASURE} times the method's median time per token: {remeasured}"
         )
 
     for each in evaluation.with_others:
@@ -310,9 +301,7 @@ def list_measurement_notes(evaluation: Evaluation) -> list[str]:
         loop_tokens = [result.loop_tokens for result in prompts if result.loop_tokens]
         tokens = sum(result.tokens for result in prompts)
         notes.append(
-            f"{each.prompt_set_name or 'held-out prompts'}: {len(loop_tokens)} of {len(prompts)} "
-            f"outputs ({len(loop_tokens) / len(prompts):.0%}) ended in repetitions, which are "
-            f"{sum(loop_tokens) / tokens:.0%} of {tokens} tokens"
+            f"{each.prompt_set_name or 'held-out prompts'}: {len(loop_tokens)} of {len(prompts)} outputs ({len(loop_tokens) / len(prompts):.0%}) ended in repetitions, which are {sum(loop_tokens) / tokens:.0%} of {tokens} tokens"
         )
     return notes
 

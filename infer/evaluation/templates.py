@@ -6,9 +6,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 
 def needs_escaping(template: str | None) -> bool:
-    """Return whether a template needs HTML escaping of the values that are inserted into it.
-
-    HTML and SVG need it, Markdown does not.
+    """Return whether the values that are inserted into a template must be HTML-escaped: true for
+    HTML and SVG, false for Markdown.
 
     template: file name of the template
     """

@@ -29,7 +29,7 @@ from infer.targets.checks import check_finite
 from infer.targets.loading import load_int8_package
 from infer.utils.files import atomic_write
 
-# Optional file beside the weights: n-gram counts with which the scores of draft trees are improved.
+# Optional file beside the weights, with n-gram counts that improve the scores of draft trees.
 NGRAM_FILE_NAME = "ngrams"
 
 
@@ -61,15 +61,14 @@ def load_drafter(
     quantization: str = "none",
     sliding_window: int | None = None,
 ) -> Drafter | PromptLookup:
-    """Load a drafter that was saved by this project or by another project whose config keys and
-    tensor names a drafter family can read.
+    """Load a drafter in any layout (config keys and tensor names) that a drafter family can read.
 
     folder: a path or an id on the Hugging Face hub, see `find_drafter_folder`; or "lookup" for
         prompt lookup
     dtype: the dtype of the weights; None means the stored dtype
     device: the device of the weights
-    target_layers: the target's number of layers; needed only for drafters, such as DART's published
-        ones, whose config.json does not list the target layers whose hidden states they read
+    target_layers: the target's number of layers, needed only if config.json does not list the
+        target layers that the drafter reads, as in the published DART drafters
     quantization: "none", or "int8" for int8 weights (`infer.int8_cpu`), which need float32 on the
         CPU
     sliding_window: the drafter's attention reads at most this number of last positions, see
@@ -88,8 +87,7 @@ def load_drafter(
         is_cpu = torch.device(device).type == "cpu"
         if dtype not in (None, torch.float32) or not is_cpu:
             raise ValueError(
-                "drafter.quantization=int8 requires float32 on the CPU: use target.device=cpu "
-                "target.dtype=auto"
+                "drafter.quantization=int8 requires float32 on the CPU: use target.device=cpu target.dtype=auto"
             )
     opened, reading = open_checked_folder(folder, target_layers)
     drafter = cast(Drafter, reading.build_drafter("cpu"))
@@ -110,7 +108,8 @@ def load_drafter(
     if sliding_window is not None:
         limit_attention_window(drafter, sliding_window)
     if quantization == "int8":
-        del weights  # the drafter has its own copy; free this memory before the quantisation
+        # The drafter has a copy of the weights; free this memory before the quantisation
+        del weights
         load_int8_package().quantise_drafter(drafter)
     return drafter
 
@@ -133,8 +132,7 @@ def open_checked_folder(
             subfolders = f" (the folder has no subfolder {' or '.join(DRAFTER_SUBFOLDERS)} either)"
         problems = "; ".join(opened.problems)
         raise FileNotFoundError(
-            f"{opened.path} contains no drafter: {problems}{subfolders}; give the folder of a "
-            "drafter"
+            f"{opened.path} contains no drafter: {problems}{subfolders}; give the folder of a drafter"
         )
 
     reading = parse_drafter_config(opened, target_layers)
@@ -143,8 +141,7 @@ def open_checked_folder(
         raise ValueError(f"{folder}: {'; '.join(problems)}")
     if opened.config_changed:
         warnings.warn(
-            f"{folder}/config.json was changed after the weights were saved; unless you changed "
-            "the file yourself, copy the folder again",
+            f"{folder}/config.json was changed after the weights were saved; unless you changed the file yourself, copy the folder again",
             stacklevel=3,
         )
     for doubt in reading.warnings:
@@ -157,15 +154,13 @@ def check_draft_vocabulary(folder: str | Path, d2t: torch.Tensor, vocabulary_siz
     tokens of the target's vocabulary.
 
     folder: the drafter's folder, for the message
-    d2t: (draft_vocab_size,), the target's token id of each draft token, minus the draft token's
-        index
+    d2t: (draft_vocab_size,), for each draft token, the target's token id minus the draft token's id
     """
     tokens = d2t.long() + torch.arange(len(d2t))
     is_inside = ((tokens >= 0) & (tokens < vocabulary_size)).all()
     if not is_inside or len(tokens.unique()) < len(tokens):
         raise ValueError(
-            f"{folder}: d2t maps two draft tokens to the same target token, or one to an id "
-            f"outside the vocabulary (0 to {vocabulary_size - 1}); copy the drafter again"
+            f"{folder}: the tensor d2t maps two draft tokens to the same target token, or one to an id outside the vocabulary (0 to {vocabulary_size - 1}); copy the drafter again"
         )
 
 
@@ -178,6 +173,5 @@ def require_zero_d2t(folder: str | Path, d2t: torch.Tensor) -> None:
     """
     if d2t.any():
         raise ValueError(
-            f"{folder}: draft_vocab_size is more than vocab_size, and d2t is not zero everywhere. "
-            "Such a drafter is supported only if d2t is zero, which maps every token to itself"
+            f"{folder}: draft_vocab_size is more than vocab_size, and the tensor d2t is not zero everywhere. Such a drafter is supported only if d2t is zero, which maps every token to itself"
         )

@@ -4,9 +4,9 @@ config.json and the headers of the weight files are read, never a tensor.
 The layout of a folder is the set of config keys and tensor names that one project uses. The
 requirements of the engines are taken from their source code of autumn 2026 (docs/formats.md).
 
-Some engines support drafters with features that this project does not have, such as biases,
-attention sinks and quantised weights. Such a drafter is reported as a problem for every engine,
-although some of them could load it.
+Some engines support features of drafters that this project does not support, such as biases,
+attention sinks and quantised weights. For a drafter with such a feature, a problem is reported for
+every engine, although some engines could load it.
 """
 
 import warnings
@@ -84,7 +84,7 @@ class EngineVerdict:
     """Whether an inference engine would load a drafter's folder, and if not, why."""
 
     engine: str
-    # why the engine would not load the folder, or would load it wrongly; [] if it would load it
+    # why the engine would not load the folder, or would load it wrongly; [] if there is no problem
     problems: list[str]
     # whether the engine reads folders with these config keys and tensor names at all
     reads_layout: bool = True
@@ -126,7 +126,8 @@ def format_engine_verdicts(verdicts: list[EngineVerdict]) -> str:
     """
     loading = [verdict.engine for verdict in verdicts if not verdict.problems]
     refusing = [verdict for verdict in verdicts if verdict.problems and verdict.reads_layout]
-    # The line about other export formats leaves out AngelSlim, for which there is no export format.
+    # AngelSlim is not listed among the engines that need another export format, because this
+    # project has no export format for it.
     others = [
         verdict.engine
         for verdict in verdicts
@@ -140,7 +141,7 @@ def format_engine_verdicts(verdicts: list[EngineVerdict]) -> str:
 
 def find_engine_problems(folder: DrafterFolder, reading: ParsedConfig, engine: str) -> list[str]:
     """Return the reasons why an engine would not load a drafter's folder, or would compute
-    something else with the drafter than this project does. Return [] if there are none.
+    something else with the drafter than this project does. Return [] if there is no such reason.
 
     reading: the parsed config of the folder
     """
@@ -149,8 +150,7 @@ def find_engine_problems(folder: DrafterFolder, reading: ParsedConfig, engine: s
     if reading.layout_name not in (*layouts, "none"):
         architectures = folder.config.get("architectures")
         problems.append(
-            f"config.json: the layout is {reading.layout_name} (architectures {architectures}), "
-            f"expected the layout {layouts[0]}"
+            f"config.json: the layout is {reading.layout_name} (architectures {architectures}), expected the layout {layouts[0]}"
         )
         return problems
     problems += reading.problems
@@ -176,7 +176,7 @@ def get_nested_object(config: Mapping, key: str) -> dict:
 
 
 def find_missing_or_different_keys(config: dict, reading: ParsedConfig) -> EngineProblems:
-    """Yield a problem for each key of config.json that is missing where an engine reads it, or has
+    """Yield a problem for each key of config.json that is not where an engine reads it, or that has
     another value than the engine expects.
 
     config: the content of config.json. reading: the same config, translated to this project's keys.
@@ -197,8 +197,7 @@ def find_missing_or_different_keys(config: dict, reading: ParsedConfig) -> Engin
     ) != find_head_spec(config):
         yield (
             (VLLM_ENGINE,),
-            "markov_rank is missing at the top level, where vLLM reads it; vLLM does not support "
-            "Domino drafters",
+            "markov_rank is missing at the top level, where vLLM reads it; vLLM does not support Domino drafters",
         )
     if config.get("model_type") != "qwen3":
         yield (VLLM_ENGINE,), f"model_type is {config.get('model_type')!r}, expected 'qwen3'"
@@ -226,7 +225,7 @@ def find_missing_or_different_keys(config: dict, reading: ParsedConfig) -> Engin
 
 def find_unsupported_features(config: dict, reading: ParsedConfig) -> EngineProblems:
     """Yield a problem for each feature of the drafter, such as its conditional head, that engines
-    ignore in a config.json of this kind.
+    ignore when they read a config.json with this drafter's layout.
 
     config: the content of config.json. reading: the same config, translated to this project's keys.
     """
@@ -240,21 +239,18 @@ def find_unsupported_features(config: dict, reading: ParsedConfig) -> EngineProb
     if head is not None and head.presence_key not in supported_keys:
         yield (
             ENGINES_WITH_CHECKED_FEATURES,
-            f"{head.presence_key} is {family_config[head.presence_key]!r}: the engine would draft "
-            "without the conditional head",
+            f"{head.presence_key} is {family_config[head.presence_key]!r}: the engine would draft without the conditional head",
         )
     kernel_size = family_config.get("conv_kernel_size")
     if kernel_size and "conv_kernel_size" not in supported_keys:
         yield (
             ENGINES_WITH_CHECKED_FEATURES,
-            f"conv_kernel_size is {kernel_size}: the engine supports no convolutions in this "
-            "layout",
+            f"conv_kernel_size is {kernel_size}: the engine supports no convolutions in this layout",
         )
     if family_config.get("layer_fusion") and "layer_fusion" not in supported_keys:
         yield (
             ENGINES_WITH_CHECKED_FEATURES,
-            "layer_fusion is true: in the engine, all drafter layers read the same mix of the "
-            "target's layers",
+            "layer_fusion is true: in the engine, all drafter layers read the same mix of the target's layers",
         )
     if family_config.get("sample_from_anchor") and "sample_from_anchor" not in supported_keys:
         yield (
@@ -274,8 +270,10 @@ def find_unsupported_features(config: dict, reading: ParsedConfig) -> EngineProb
 
 
 def find_final_norm_differences(reading: ParsedConfig) -> EngineProblems:
-    """Yield the problems of engines with a drafter that reads the output of the target's last
-    layer. Some engines read it before the final norm, others after it, and SGLang cannot read it.
+    """Yield a problem for each engine that would give the drafter another output of the target's
+    last layer than this project. Some engines use the output before the final norm, others the
+    output after it, and SGLang cannot use this layer. Nothing is yielded for a drafter that does
+    not read the last layer.
 
     reading: the parsed config of the drafter
     """
@@ -295,14 +293,13 @@ def find_final_norm_differences(reading: ParsedConfig) -> EngineProblems:
     if last_layer_features is not None:
         yield (
             (SGLANG_ENGINE,),
-            "target_layer_ids contains the target's last layer: SGLang reads the output of a "
-            "layer at the input of the next layer, and the last layer has no next layer",
+            "target_layer_ids contains the target's last layer: SGLang reads the output of a layer at the input of the next layer, and the last layer has no next layer",
         )
 
 
 def find_causality_differences(config: dict, reading: ParsedConfig) -> EngineProblems:
     """Yield a problem for each engine that would use causal attention inside the drafted block in
-    other layers than this project.
+    other layers of the drafter than this project does.
 
     An engine reads one or more flags of config.json. The first flag that is set decides for all
     layers. If no flag is set, layers with a sliding window are causal, and layers with full
@@ -347,9 +344,9 @@ def find_engine_tensor_problems(
 ) -> list[str]:
     """Return the problems that an engine has with the tensors in a drafter's folder.
 
-    vLLM uses the embedding and the language model head in the folder. SGLang and the DFlash
-    authors' code use those of the target, and ignore the ones in the folder. With drafters of
-    DeepSpec this makes no difference, because the folder then contains copies of the target's.
+    If the folder contains an embedding and a language model head, vLLM uses them. SGLang and the
+    DFlash authors' code ignore them and use those of the target. For drafters of DeepSpec this
+    makes no difference, because the folder contains copies of the target's embedding and head.
 
     reading: the parsed config of the folder
     """
@@ -363,8 +360,7 @@ def find_engine_tensor_problems(
     takes_stored = engine in (VLLM_ENGINE, SPECULATORS_ENGINE)
     if takes_stored and has_reduced_vocabulary and "lm_head.weight" not in folder.tensors:
         problems.append(
-            "lm_head.weight is missing; with draft_vocab_size it is required, because the "
-            "target's head has other rows"
+            "lm_head.weight is missing; with draft_vocab_size it is required, because the target's head has other rows"
         )
     takes_targets = (
         engine in (SGLANG_ENGINE, DFLASH_AUTHORS_ENGINE) and reading.layout_name != "DeepSpec"

@@ -16,7 +16,8 @@ from infer.targets.loading import EMBEDDED_TARGET_FOLDER
 from infer.utils.files import json_digest, read_small_regular_file
 
 MAX_JSON_BYTES = 64 << 20
-# Path of the drafter within the folder of a training checkpoint, and within that of a training run.
+# Path of the drafter within the folder of a training checkpoint, and within the folder of a
+# training run.
 DRAFTER_SUBFOLDERS = ("drafter", "checkpoints/best/drafter")
 # Drafters that are part of this repository. Keys are the targets' names, values the folders.
 BUNDLED_DRAFTERS = {
@@ -82,8 +83,7 @@ class DrafterFolder:
                 saved = (opened.metadata() or {}).get("sha256")
                 if saved is not None and saved != digest_tensors(opened.keys(), opened.get_tensor):
                     raise ValueError(
-                        f"{file} is altered: the SHA-256 of its weights differs from the one that "
-                        "was stored with them; copy the file again"
+                        f"{file} is altered: the SHA-256 of its weights differs from the one that was stored with them; copy the file again"
                     )
                 for name in names:
                     tensor = self.tensors[name]
@@ -100,8 +100,8 @@ class DrafterFolder:
         return replace(self, tensors=tensors)
 
     def remove_padding(self, padded_rows: int | None, vocabulary_size: int) -> "DrafterFolder":
-        """Return a copy of this object in which the vocabulary has no padding. Of each tensor with
-        `padded_rows` rows, only the first `vocabulary_size` rows will be loaded.
+        """Return a copy of this object in which the vocabulary has no padding: of each tensor with
+        `padded_rows` rows, `load` then loads only the first `vocabulary_size` rows.
 
         padded_rows: size of the padded vocabulary; None if there is no padding
         """
@@ -135,9 +135,7 @@ def find_drafter_folder(path: str | Path) -> Path:
         return folder
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(path)):
         raise FileNotFoundError(
-            f"{path} is neither a folder nor an id on the Hugging Face hub: use "
-            "checkpoint=<folder of a drafter>, or checkpoint=lookup (prompt lookup), which needs "
-            "no drafter"
+            f"{path} is neither a folder nor an id on the Hugging Face hub: use checkpoint=<folder of a drafter>, or checkpoint=lookup (prompt lookup), which needs no drafter"
         )
     from huggingface_hub import snapshot_download
 
@@ -145,8 +143,7 @@ def find_drafter_folder(path: str | Path) -> Path:
         return Path(snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors"]))
     except (OSError, ValueError) as error:
         raise FileNotFoundError(
-            f"{path}: found neither as a local folder nor on the Hugging Face hub. Without a "
-            "network, download the drafter on another machine and pass the path of the folder"
+            f"{path}: found neither as a local folder nor on the Hugging Face hub. Without a network, download the drafter on another machine and pass the path of the folder"
         ) from error
 
 
@@ -166,8 +163,7 @@ def open_drafter_folder(path: str | Path) -> DrafterFolder:
         other_names = find_other_weights(folder, file_names)
         if other_names:
             problems.append(
-                f"these files contain tensors that would not be loaded: {', '.join(other_names)}; "
-                "move them to another folder if they do not belong to the drafter"
+                f"these files contain tensors that would not be loaded: {', '.join(other_names)}; move them to another folder if they do not belong to the drafter"
             )
 
     tensors: dict[str, StoredTensor] = {}
@@ -179,8 +175,7 @@ def open_drafter_folder(path: str | Path) -> DrafterFolder:
             config_changed = True
     if (folder / "mask_embedding.pt").exists():
         problems.append(
-            "the folder contains mask_embedding.pt, a separate embedding of the mask token, which "
-            "this project's drafters do not support"
+            "the folder contains mask_embedding.pt, a separate embedding of the mask token, which this project's drafters do not support"
         )
     return DrafterFolder(folder, config, tensors, problems, config_changed)
 
@@ -216,14 +211,14 @@ def _list_weight_files(folder: Path, problems: list[str]) -> list[str]:
 
     file_names = []
     for file_name in sorted({str(file_name) for file_name in weight_map.values()}):
-        # The pattern allows no slashes, so that the index cannot name files outside this folder.
+        # The pattern allows no slashes, so that the index file cannot name files outside this
+        # folder.
         is_safe = re.fullmatch(r"[\w-][\w.-]*\.safetensors", file_name)
         if is_safe and (folder / file_name).is_file():
             file_names.append(file_name)
         else:
             problems.append(
-                f"{WEIGHTS_INDEX_NAME} names {file_name!r}, but this folder contains no such "
-                "safetensors file"
+                f"{WEIGHTS_INDEX_NAME} names {file_name!r}, but this folder contains no such safetensors file"
             )
     return file_names
 

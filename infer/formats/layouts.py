@@ -58,14 +58,14 @@ def parse_drafter_config(folder: DrafterFolder, target_layers: int | None = None
             )
     architectures = ", ".join(f"['{family.architecture}']" for family in DRAFTER_FAMILIES.values())
     return build_unreadable_config_result(
-        f"architectures is {raw.get('architectures')}, expected {architectures}, or the class "
-        "name of another public layout of these drafters"
+        f"architectures is {raw.get('architectures')}, expected {architectures}, or the class name of another public layout of these drafters"
     )
 
 
 def build_unreadable_config_result(reason: str) -> ParsedConfig:
-    """Return the result for a config.json that no drafter family can read: a `ParsedConfig` without
-    options, whose only problem is `reason`."""
+    """Return a `ParsedConfig` for a config.json that no drafter family can read. It has no options,
+    and its only problem is `reason`.
+    """
     return ParsedConfig("none", None, {}, [f"config.json: {reason}"])
 
 

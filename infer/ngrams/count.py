@@ -1,13 +1,15 @@
 """Count the n-grams of a corpus and write them to a file for `infer.ngrams.model`.
 
 The order is the number of tokens of the longest n-grams. Each position of a document gives one
-64-bit key: the token at this position and the next order - 1 tokens, the first one in the highest
-bits. A token is stored as its id plus 1, and 0 stands for a position after the end of the document.
-The keys are sorted. The distinct prefixes of k tokens are then the nodes on level k of the trie.
+64-bit key, which contains the token at this position and the next order - 1 tokens. The first token
+is in the highest bits. A token is stored as its id plus 1, and 0 stands for a position after the
+end of the document. The keys are sorted. The distinct prefixes of k tokens are then the nodes on
+level k of the trie.
 
-Rare n-grams can be left out. A prefix of an n-gram is at least as frequent as the n-gram, so the
-parent of a remaining node always remains. Counts do not change, so Pr(token | context) stays the
-same or becomes 0. All keys are in memory, which takes about 40 bytes per token.
+Rare n-grams can be left out. A prefix of an n-gram is at least as frequent as the n-gram, so a node
+is never kept without its parent. The counts of the other n-grams do not change: Pr(token | context)
+becomes 0 for an n-gram that is left out, and stays the same for all others. Counting takes about 40
+bytes of memory per token of the corpus, because all keys are in memory.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -49,9 +51,7 @@ def count_ngrams(
     bits = vocabulary.bit_length()
     if not 1 <= order <= NGRAM_KEY_BITS // bits:
         raise ValueError(
-            f"order={order} is not possible for a vocabulary of {vocabulary} token ids; choose an "
-            f"order from 1 to {NGRAM_KEY_BITS // bits}, since a token id takes {bits} of the "
-            f"{NGRAM_KEY_BITS} bits of an n-gram"
+            f"order={order} is not possible for a vocabulary of {vocabulary} token ids; choose an order from 1 to {NGRAM_KEY_BITS // bits}, since a token id takes {bits} of the {NGRAM_KEY_BITS} bits in which an n-gram is stored"
         )
     keys_of_documents = []
     total = 0
@@ -83,8 +83,7 @@ def pack_document_ngrams(
     for token in extremes:
         if not 0 <= token < vocabulary:
             raise ValueError(
-                f"document {document_number} has token id {token}, outside the vocabulary of "
-                f"{vocabulary} ids; tokenize the documents with the tokenizer of this vocabulary"
+                f"document {document_number} has token id {token}, outside the vocabulary of {vocabulary} ids; tokenize the documents with the tokenizer of this vocabulary"
             )
     codes = np.pad((tokens + 1).astype(np.uint64), (0, order - 1))
     keys = np.zeros(len(tokens), np.uint64)

@@ -36,7 +36,8 @@ import numpy as np
 from infer.utils.files import atomic_replace_file
 from infer.utils.jit import njit
 
-# First bytes of an n-gram file. A transfer in text mode would change \r\n, and so be detected.
+# First bytes of an n-gram file. They contain \r\n, which a transfer in text mode would change, so
+# that the damage is detected.
 NGRAM_FILE_MAGIC = b"ngrams\r\n"
 NGRAM_FILE_VERSION = 1
 NGRAM_FILE_SECTION_ALIGNMENT_BYTES = 64
@@ -51,8 +52,9 @@ NGRAM_FILE_HEADER_DTYPE = np.dtype(
         ("tokens", "<u8"),
         ("digest", "S64"),
         ("nodes", "<u8", MAX_NGRAM_ORDER),
-        # (offset, size) in bytes of six sections: entries, low, base, overflow_nodes,
-        # overflow_counts, and a table of checksums that only files of earlier versions have.
+        # (offset, size) in bytes of six sections: entries, child_offsets, child_bases,
+        # overflow_nodes, overflow_counts, and a table of checksums that only files of earlier
+        # versions have.
         ("sections", "<u8", (6, 2)),
         ("padding", "V60"),
         ("checksum", "<u4"),
@@ -61,7 +63,8 @@ NGRAM_FILE_HEADER_DTYPE = np.dtype(
 NGRAM_FILE_SECTION_DTYPES = ("<u4", "<u4", "<i8", "<i8", "<i8")
 
 
-# Type of node numbers, token ids and counts: numba compiles both types to a 64-bit integer.
+# Type of node numbers, token ids and counts. numba compiles both int and np.int64 to a 64-bit
+# integer.
 Int64 = int | np.int64
 
 
@@ -225,8 +228,9 @@ def read_ngram_header(path: Path, file: BinaryIO) -> np.void:
 class NGramModel:
     """The counts of all n-grams of a corpus of token ids, in a memory-mapped file.
 
-    All processes that open the file share its memory. While it is open, the file may be replaced,
-    but must not be changed. Token ids outside the vocabulary have the count 0.
+    All processes that open the file share its memory. While the file is open, its content must not
+    be changed, but another file may be moved to its path. Token ids outside the vocabulary have the
+    count 0.
     """
 
     path: Path
@@ -289,15 +293,16 @@ class NGramModel:
         for size, dtype in zip(empty_sizes, NGRAM_FILE_SECTION_DTYPES[1:], strict=True):
             arrays.append(np.zeros(size, dtype))
         for array in arrays:
-            # The arrays of a memory-mapped file are read-only, which is a part of their numba type.
-            # With the same type here, functions are not compiled a second time.
+            # The arrays of a memory-mapped file are read-only, and numba compiles a function
+            # separately for read-only and for writable arrays. The arrays are made read-only here,
+            # too, so that each function is compiled only once.
             array.setflags(write=False)
         trie = TrieArrays(*arrays, count_bits, vocabulary, 0)
         return cls(Path(), 1, vocabulary, vocabulary, (vocabulary,), "", entries.nbytes, trie)
 
 
-# The functions below look up nodes of the trie and are called by compiled code. They clamp every
-# index to the size of the array, because a damaged file may contain any numbers.
+# The functions below look up nodes of the trie. A damaged file may contain any numbers, so they
+# clamp every index to the size of the array.
 
 
 @njit
@@ -327,8 +332,9 @@ def get_node_token(trie: TrieArrays, node: Int64) -> Int64:
 
 @njit
 def find_lower_bound(trie: TrieArrays, first: Int64, end: Int64, token: Int64) -> Int64:
-    """Among the sibling nodes first .. end - 1, which are sorted by token, find the first one whose
-    token is at least `token`, by binary search. Return `end` if there is none."""
+    """Return the first of the sibling nodes first .. end - 1 whose token is at least `token`.
+    Return `end` if there is none. The nodes are sorted by token; the search is binary.
+    """
     while first < end:
         middle = (first + end) // 2
         if get_node_token(trie, middle) < token:
@@ -404,8 +410,9 @@ def find_suffix_nodes(trie: TrieArrays, context: np.ndarray, suffix_nodes: np.nd
 def fill_unigram_probabilities(
     trie: TrieArrays, num_tokens: Int64, tokens: np.ndarray, out: np.ndarray
 ) -> None:
-    """Fill `out` (number of tokens,) with the relative frequency in the corpus of each token in
-    `tokens` (number of tokens,) int64. `num_tokens` is the number of tokens of the corpus."""
+    """Fill `out` with the relative frequency in the corpus of each token in `tokens`, which is
+    int64. Both arrays have the same length. `num_tokens` is the number of tokens of the corpus.
+    """
     for i in range(len(tokens)):
         out[i] = get_node_count(trie, find_ngram_node(trie, tokens, i, i + 1)) / max(num_tokens, 1)
 
@@ -424,19 +431,20 @@ def compute_next_token_probabilities(
 
     suffix_nodes: (order - 1,), the trie nodes of the path's suffixes, from `find_suffix_nodes`
     tokens: (K,) int64, the K tokens, ascending
-    fallback_probabilities: (K,), for tokens that follow no suffix of the path in the corpus
+    fallback_probabilities: (K,), the probabilities of tokens that follow no suffix of the path in
+        the corpus
     child_suffix_nodes: (order, K), filled: row k has the trie nodes of the last k + 1 tokens of the
         path extended by each of the K tokens
     probabilities: (K,), filled with the result
 
     The probability is count(context, token) / count(context) (DART section 4). The context is the
-    longest suffix of the path that the token follows in the corpus. Shorter suffixes are not
-    discounted.
+    longest suffix of the path that the token follows in the corpus. If longer suffixes were tried
+    before, the probability is not discounted (no back-off weight).
     """
     for i in range(len(tokens)):
         probabilities[i] = fallback_probabilities[i]
         child_suffix_nodes[0, i] = tokens[i] if tokens[i] < trie.vocabulary else -1
-    # Go from short to long suffixes, so that the probability after the longest one is kept.
+    # A longer suffix overwrites the probability of a shorter one, so the longest suffix decides.
     for k in range(len(suffix_nodes)):
         child_nodes = child_suffix_nodes[k + 1]
         if find_children(trie, suffix_nodes[k], tokens, child_nodes) == 0:

@@ -2,14 +2,14 @@
 CPU.
 
 A drafter's marginal probabilities at different positions are independent of each other. N-grams
-know which token follows which (DART section 4). The probability of a candidate (a token that the
-drafter proposes at a position) is multiplied by its n-gram probability after the path. The products
+predict which token follows which (DART section 4). A candidate is a token that the drafter proposes
+at a position. Its probability is multiplied by its n-gram probability after the path. The products
 are then scaled, so that the candidates have the same total probability as under the drafter.
 
-A log-probability is at most 0, so scores decrease along a path. DDTree's search therefore finds the
-best prefixes exactly, as it does with marginals alone. The n-gram probabilities of the corpus are
-corrected by those of the sequence itself (`blend_sequence_counts`), because a text repeats names
-and phrases.
+The score of a node is at most that of its parent, because log-probabilities are at most 0. DDTree's
+search therefore finds the nodes with the highest scores exactly, as it does without n-grams. A text
+repeats names and phrases, so the n-gram probabilities of the corpus are corrected by counts in the
+sequence itself (`blend_context_counts`).
 
 The search stores trie nodes with each path: `suffix_nodes[k]` is the node of the path's last k + 1
 tokens, or -1 if this n-gram does not occur in the corpus. When a path grows by a token, each of
@@ -37,13 +37,16 @@ from infer.ngrams.model import (
 )
 from infer.utils.jit import njit
 
-# Added to n-gram probabilities, so that the log-probability of unseen tokens is finite.
+# This is added to n-gram probabilities, so that the log-probability of a token with the count 0 is
+# finite.
 NGRAM_PROBABILITY_EPSILON = 1e-5
-# Maximum number of tokens that n-grams add to the drafter's candidates after a node of the tree.
+# Maximum number of tokens that n-grams add to the drafter's candidates after a node of the draft
+# tree.
 MAX_NGRAM_CANDIDATES_ADDED_PER_NODE = 16
-# A trie node with more children predicts little, so its children are not added as candidates.
+# If a trie node has more children than this, they are not added as candidates, because such a node
+# predicts little about the next token.
 MAX_CHILDREN_FOR_NGRAM_CANDIDATES = 64
-# Maximum number of last tokens of a path for which the sequence is searched.
+# Number of tokens of the longest suffix of a path that is searched in the sequence.
 MAX_NGRAM_PATH_SUFFIX_TOKENS = 8
 # Log-probability of tokens that a sampling filter such as top-k excludes: finite, but below the
 # log-probability of any other token.
@@ -67,7 +70,8 @@ class NGramSearchBuffers(NamedTuple):
     sequence: np.ndarray  # (number of tokens,) int64: the tokens so far, with the bonus token
     # (positions, candidates) int64: token ids of the candidates, ascending at each position
     candidate_tokens: np.ndarray
-    # (positions, candidates) int64: index of each of `candidate_tokens` in the drafter's own list
+    # (positions, candidates) int64: index of each of `candidate_tokens` in the drafter's list,
+    # which has another order
     sorted_columns: np.ndarray
     # (1 + (positions - 1) * rows_per_position, candidates) float32: the drafter's log-probabilities
     # of the candidates. Row 0 is the first position; `get_log_prob_row` gives the rows of the
@@ -139,8 +143,8 @@ def blend_sequence_counts(
     tokens: np.ndarray,
     probabilities: np.ndarray,
 ) -> None:
-    """Correct the n-gram probabilities of tokens by which tokens have followed the path's last
-    tokens earlier in the sequence.
+    """Correct n-gram probabilities by counts in the sequence itself: how often each token has
+    followed the last tokens of the path earlier in the sequence.
 
     sequence: (number of tokens,) int64
     match_ends, match_lengths: the result of `find_path_matches`, with num_matches entries
@@ -203,10 +207,10 @@ def add_ngram_candidates(
     """Add tokens that n-grams predict after a path to the drafter's candidates, at most
     MAX_NGRAM_CANDIDATES_ADDED_PER_NODE. Return the new number of candidates.
 
-    First the tokens are added that follow the positions `match_ends` in the sequence. Then those
-    that follow the suffixes of the path in the corpus, longest suffix first, until a suffix has
-    more than MAX_CHILDREN_FOR_NGRAM_CANDIDATES children. Only token ids below `vocabulary` are
-    added.
+    First, the tokens that follow the positions `match_ends` in the sequence are added. Then the
+    tokens that follow a suffix of the path in the corpus are added, for the longest suffix first.
+    This ends at the first suffix with more than MAX_CHILDREN_FOR_NGRAM_CANDIDATES children. Only
+    token ids below `vocabulary` are added.
 
     tokens, columns: (num_drafted + MAX_NGRAM_CANDIDATES_ADDED_PER_NODE,), extended in place, see
         `insert_candidate`; they begin with the drafter's `num_drafted` candidates
@@ -241,7 +245,7 @@ def rescore_candidates(log_q: np.ndarray, probabilities: np.ndarray, weight: flo
     probabilities: (K,), the n-gram probabilities
 
     `weight` times the n-gram log-probability is added to each log-probability. Then a constant is
-    subtracted, so that the candidates have the same total probability as under the drafter. All
+    subtracted, so that the candidates have the same total probability as under the drafter. The
     results are finite, even if a sampling filter excludes all candidates.
     """
     highest = -np.inf

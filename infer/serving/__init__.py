@@ -1,6 +1,5 @@
-"""The OpenAI-compatible server, decoding inside Hugging Face's `generate`, and new training data.
-
-server.py starts the server. protocol.py defines its requests, responses.py its responses, and
-guard.py limits on requests. The package may import infer.api and every package except cli and the
-optional packages.
+"""Serves models over OpenAI's HTTP API, decodes inside `generate` of transformers, and regenerates
+training data. server.py starts the server. protocol.py defines the requests, responses.py the
+responses, and guard.py the limits on requests. This package may import infer.api and all packages
+of infer except cli and the optional ones.
 """

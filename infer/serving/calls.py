@@ -2,8 +2,8 @@
 
 A model generates all three as one text, with marks such as "<think>" around reasoning and tool
 calls. The marks differ between model families. The response parser of transformers separates the
-text. The parser needs a response template, which describes the marks. It comes from the tokenizer
-or, if the tokenizer has none, from `TOOL_CALL_FORMATS`.
+text. It needs a description of the marks, which is called a response template. The response
+template comes from the tokenizer or, if the tokenizer has none, from `TOOL_CALL_FORMATS`.
 
 If a request requires a tool call, a grammar constrains the answer. The grammar is built from an
 entry of `TOOL_CALL_FORMATS`.
@@ -42,7 +42,7 @@ LLGUIDANCE_JSON_WHITESPACE_OPTIONS = {
 JSON_SCHEMA_DEFINITION_KEYS = ("$defs", "definitions")
 ANGLE_BRACKET_SPECIAL_TOKEN_PATTERN = re.compile(r"<\|?\w+\|?>")
 PROMPT_TOKENS_SEARCHED_FOR_REASONING_TAG = (
-    16  # "<think>" is searched in this many last tokens of a prompt
+    16  # "<think>" is searched in this number of tokens at the end of a prompt
 )
 
 
@@ -51,11 +51,12 @@ class FamilyAnswerFormat:
     """How a family of models marks reasoning and tool calls in the text of an answer.
 
     template_marker: a text that all chat templates of the family contain
-    call_field: entry "tool_calls" of the fields in a response template of transformers; None if the
-        family does not call tools
-    arguments_key: key of the arguments, if a tool call is a JSON object; None if it is not JSON
-    call_delimiters: the text before a call and the text after a call
-    allows_several: whether an answer may contain several calls
+    call_field: how tool calls are marked, as the field "tool_calls" in a response template of
+        transformers; None if the family does not call tools
+    arguments_key: the key that contains the arguments, if a tool call is a JSON object; None if
+        tool calls are not JSON
+    call_delimiters: the mark before each tool call and the mark after it
+    allows_several: whether an answer may contain several tool calls
     """
 
     template_marker: str
@@ -68,8 +69,8 @@ class FamilyAnswerFormat:
     def response_template_fields(self) -> dict:
         """The entry "fields" of a response template of transformers for this family.
 
-        The response parser is told to return a tool call as text instead of parsing it as JSON. A
-        call that is not valid JSON is therefore not lost.
+        With these fields, the response parser returns a tool call as text and does not parse it as
+        JSON. A call that is not valid JSON is therefore not lost.
         """
         fields: dict[str, dict] = {
             "reasoning_content": {"open": "<think>", "close": "</think>"},
@@ -120,9 +121,9 @@ TOOL_CALL_FORMATS = {
 def build_call_schema(tool: Tool, arguments_key: str) -> dict:
     """Return the JSON schema of a call of the tool.
 
-    The call has the form {"name": tool.name, arguments_key: arguments}. The schema of the arguments
-    may refer to its definitions by a path such as "#/$defs/Item". The definitions are copied to the
-    top level of the returned schema, so that these paths stay valid.
+    The call has the form {"name": tool.name, arguments_key: arguments}. If the schema of the
+    arguments contains definitions, it refers to them by paths such as "#/$defs/Item". The
+    definitions are copied to the top level of the returned schema, so that these paths stay valid.
     """
     schema = {
         "type": "object",
@@ -140,8 +141,8 @@ def build_call_schema(tool: Tool, arguments_key: str) -> dict:
 def to_lark_literal(text: str, special_tokens: Sequence[str] = ()) -> str:
     """Return a text as an expression of a Lark grammar that matches exactly this text.
 
-    special_tokens: special tokens of the tokenizer. They are not quoted, as llguidance requires;
-        all other text becomes quoted strings
+    special_tokens: special tokens of the tokenizer. In the expression, they are written without
+        quotes, as llguidance requires, and all other text is written in quotes
     """
     if not special_tokens:
         return json.dumps(text) if text else ""
@@ -184,7 +185,9 @@ class AnswerFormat:
 
     @property
     def needs_special_tokens(self) -> bool:
-        """Whether answers must be decoded with special tokens, because these mark their parts."""
+        """Whether the text of answers must include special tokens, because special tokens mark the
+        reasoning or the tool calls.
+        """
         if self.response_template is not None:
             return True
         return not REASONING_AND_TOOL_CALL_MARKS.isdisjoint(self.tokenizer.all_special_tokens)
@@ -201,8 +204,8 @@ class AnswerFormat:
     def parser_prefix(self, prompt: list[int]) -> str:
         """Return the text that the response parser must read before the answer.
 
-        If the tokenizer has a response template, it is the whole prompt. Otherwise it is "<think>"
-        if the prompt ends with "<think>", else an empty string.
+        If the tokenizer has a response template, this text is the whole prompt. Otherwise it is
+        "<think>" if the prompt ends with "<think>", else an empty string.
 
         prompt: token ids
         """
@@ -251,8 +254,7 @@ class AnswerFormat:
         call_format = self.call_format
         if call_format is None or call_format.arguments_key is None:
             raise ValueError(
-                "tool_choice requires a tool call, but the format of this model's tool calls is "
-                'unknown: use tool_choice="auto"'
+                'tool_choice requires a tool call, but the format of this model\'s tool calls is unknown: use tool_choice="auto"'
             )
         special_tokens = [
             token
@@ -283,11 +285,11 @@ class AnswerFormat:
 
 
 def find_answer_format(tokenizer: Any) -> AnswerFormat | None:
-    """Return how the answers of a model are parsed.
+    """Return the `AnswerFormat` of a model, from its tokenizer.
 
     Returns None if the tokenizer has no chat template, or if neither the chat template nor a
     response template shows how the model marks reasoning or tool calls. The answers of such a model
-    are not separated into parts.
+    are returned as content only.
     """
     if getattr(tokenizer, "chat_template", None) is None:
         return None
@@ -350,8 +352,8 @@ class AnswerParser:
                 if is_final:
                     events += self.parser.finalize()[1]
             except (ValueError, KeyError, TypeError):
-                # The text does not have the form of a tool call in the tokenizer's response
-                # template. It becomes content.
+                # The tokenizer's response template does not match the text, so the text becomes
+                # content.
                 self.is_broken = True
                 text = self.call_body + text
                 self.call_body = ""
@@ -371,8 +373,8 @@ class AnswerParser:
     def _parse_text(self, field: str, text: str, delta: dict) -> None:
         """Append text of the field `field` to the reasoning or to the content of the delta.
 
-        White space before and after the reasoning, and between the content and tool calls, is
-        dropped.
+        White space is dropped before and after the reasoning, and between the content and tool
+        calls.
         """
         name = "reasoning_content" if field in REASONING_FIELDS_OF_RESPONSE_TEMPLATES else "content"
         if name == "reasoning_content":

@@ -23,18 +23,18 @@ from infer.serving.regeneration_task import (
     seed_options_for_turn,
 )
 
-MAX_REQUEST_ATTEMPTS = 3  # after this many failed requests for one example, the example fails
-FIRST_RETRY_DELAY_SECONDS = (
-    1.0  # delay after the first failed request; after the second, four times it
-)
+MAX_REQUEST_ATTEMPTS = 3  # number of failed requests after which an example counts as failed
+# Delay after the first failed request; four times as long after the second
+RETRY_DELAY_SECONDS = 1.0
 MAX_OUTAGE_SECONDS = 60.0  # the run ends if the server accepts no connection for this time
 CONNECT_TIMEOUT_SECONDS = 10.0
 READ_TIMEOUT_SECONDS = 600.0
-# Number of examples that may be in progress or wait to be yielded, for each concurrent request.
-# Records are yielded in the order of the examples. With a larger number, requests continue longer
-# while one slow example holds back the records after it.
+# Maximum number of examples that are in progress or finished but not yet yielded, divided by the
+# number of concurrent requests. Records are yielded in the order of the examples, so a slow example
+# holds back the finished ones after it. With a larger number, new requests can be sent for a longer
+# time while this example runs.
 MAX_STARTED_TASKS_PER_CONCURRENT_REQUEST = 4
-RETRYABLE_CLIENT_ERRORS = (408, 429)  # HTTP statuses 4xx after which a request is sent again
+RETRYABLE_CLIENT_ERRORS = (408, 429)  # HTTP status codes 4xx after which a request is sent again
 # The field `owned_by` of a model shows which server it is: "vllm", or "local" for our server. Only
 # these two support the request field return_token_ids.
 MODEL_OWNERS_RETURNING_TOKEN_IDS = ("vllm", "local")
@@ -103,8 +103,8 @@ def parse_response(response: dict, is_chat: bool, prompt_end: str = "") -> Targe
     text = str(message["content"] or "")
     reasoning = message.get("reasoning_content") or message.get("reasoning")
     finish_reason = choice["finish_reason"] or "stop"
-    # vLLM reports the stop string that ended the output as stop_reason. Such an output has no end
-    # token.
+    # If a stop string ended the output, vLLM reports this string as stop_reason. The output then
+    # has no end token.
     if isinstance(choice.get("stop_reason"), str):
         finish_reason = "stop string"
     if is_chat and not reasoning:
@@ -203,8 +203,8 @@ class OpenAIClient:
                 try:
                     error = await self._try_request_output(http, task)
                 except httpx.ConnectError as connect_error:
-                    # A failed connection is not the example's fault, so it does not count as a
-                    # failed attempt.
+                    # A failed connection has nothing to do with the example, so it is not counted
+                    # as a failed request for it.
                     if time.monotonic() - last_response_time > MAX_OUTAGE_SECONDS:
                         raise ValueError(
                             f"server={self.url} has accepted no connection for "
@@ -230,7 +230,7 @@ class OpenAIClient:
         """Request the next output of a task from the server, and add it to the task.
 
         Returns an error message if the request failed and may be sent again. Returns None if the
-        output was added, and also if the task failed for good. Raises ConnectError if the server
+        output was added, or if the task was ended with an error. Raises ConnectError if the server
         accepts no connection.
         """
         body = build_request_body(task, self.model, self.options)
@@ -260,7 +260,8 @@ class OpenAIClient:
         is_client_error = 400 <= status < 500 and status not in RETRYABLE_CLIENT_ERRORS
         if not is_client_error:
             return message
-        # Sending the request again would not help. Status 400 may mean that the chat has become too
-        # long, so the answers to its earlier turns are kept.
-        task.fail_or_end_chat(message, keep_answers=status == 400)
+        # The server would refuse the same request again, so the example fails. Status 400 may mean
+        # that the chat has become too long. In this case, the answers to its earlier turns are
+        # kept.
+        task.fail(message, keep_answers=status == 400)
         return None

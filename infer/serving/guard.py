@@ -16,20 +16,21 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from infer.serving.config import ServerConfig, is_loopback
 from infer.serving.responses import make_error_response
 
-MAX_HTTP_HEADERS_BYTES = 16 * 1024  # limit of a request's header names and values together
+MAX_HTTP_HEADERS_BYTES = 16 * 1024  # limit of the total size of a request's header names and values
 MAX_CONNECTIONS = 1024  # if more connections are open, requests get status 503
 # Framing bytes of a chunked request are chunk sizes, chunk extensions and trailers, but neither
 # headers nor body. A request may have this many more framing bytes than body bytes.
 MAX_HTTP_BODY_FRAMING_BYTES = 64 * 1024
 HTTP_BYTES_BETWEEN_LIMIT_CHECKS = (
     16 * 1024
-)  # the size limits are checked after each piece of this many received bytes
+)  # number of received bytes after which the size limits are checked
 MAX_PAUSE_IN_REQUEST_BODY_SECONDS = 60  # limit of the time between two parts of a request body
 # When the server stops, connections that are still open after this time are closed. `ApiServer`
 # ends running answers earlier, after SECONDS_TO_FINISH_ANSWERS.
 SHUTDOWN_TIMEOUT_SECONDS = 2
-MAX_QUOTED_HOST_CHARACTERS = 100  # error messages cut a longer Host header
-# Header of an error response after which the rest of the request is not read
+MAX_QUOTED_HOST_CHARACTERS = 100  # in error messages, a longer Host header is cut
+# Header of an error response. The server then closes the connection without reading the rest of the
+# request.
 CLOSE_CONNECTION = {"Connection": "close"}
 # Key that `LimitedH11Protocol` sets in the ASGI state of a request that is too large
 TOO_LARGE_REQUEST_STATE_KEY = "too_large"
@@ -46,10 +47,7 @@ class RequestGuard:
     def __init__(self, app: ASGIApp, options: ServerConfig) -> None:
         self.app = app
         self.max_body_bytes = options.max_body_bytes
-        self.too_large_message = (
-            f"the request body is larger than {self.max_body_bytes} bytes: send less, or start "
-            "the server with a larger server.max_body_bytes"
-        )
+        self.too_large_message = f"the request body is larger than {self.max_body_bytes} bytes: send less, or start the server with a larger server.max_body_bytes"
         key = options.read_api_key()
         self.expected_authorization = None if key is None else b"Bearer " + key
         self.requires_local_host = (
@@ -70,9 +68,7 @@ class RequestGuard:
         if self.requires_local_host and host and not is_loopback(parse_hostname(host)):
             return make_error_response(
                 403,
-                "this server accepts requests to localhost and 127.0.0.1 only, not to "
-                f"{host[:MAX_QUOTED_HOST_CHARACTERS]}: use one of these addresses, or start the "
-                "server with server.allow_unauthenticated=true",
+                f"this server accepts requests to localhost and 127.0.0.1 only, not to {host[:MAX_QUOTED_HOST_CHARACTERS]}: use one of these addresses, or start the server with server.allow_unauthenticated=true",
             )
         if self.expected_authorization is None or scope["path"] == "/health":
             return None
@@ -104,8 +100,7 @@ class RequestGuard:
             except TimeoutError as error:
                 raise HTTPException(
                     408,
-                    "the request is incomplete, and no data arrived for "
-                    f"{MAX_PAUSE_IN_REQUEST_BODY_SECONDS} s: send the request again",
+                    f"the request is incomplete, and no data arrived for {MAX_PAUSE_IN_REQUEST_BODY_SECONDS} s: send the request again",
                     CLOSE_CONNECTION,
                 ) from error
             received_bytes += len(message.get("body", b""))
@@ -121,9 +116,9 @@ class RequestGuard:
 class LimitedH11Protocol(H11Protocol):
     """An HTTP/1.1 protocol for uvicorn that stops reading a request that is too large.
 
-    A request is too large if one chunk of its body announces more than `max_body` bytes, or if it
-    has too many bytes that are not body, see MAX_HTTP_BODY_FRAMING_BYTES. `RequestGuard` then sends
-    the error response.
+    A request is too large if the header of a chunk of its body announces more than `max_body`
+    bytes, or if the request has too many framing bytes, see MAX_HTTP_BODY_FRAMING_BYTES.
+    `RequestGuard` then sends the error response.
     """
 
     def __init__(self, *args: Any, max_body: int, **options: Any) -> None:
@@ -153,8 +148,8 @@ class LimitedH11Protocol(H11Protocol):
             self.framing_bytes = max(0, self.framing_bytes + len(data) - 2 * body_bytes)
         else:
             self.framing_bytes = 0
-        # After the response was sent, uvicorn discards the rest of the body. Discarded bytes count
-        # as framing bytes, so the limit is larger by the maximum size of a body.
+        # After the response was sent, uvicorn discards the rest of the body. The discarded bytes
+        # are counted as framing bytes, so the limit is increased by the maximum size of a body.
         is_answered = self.cycle.response_complete
         max_framing_bytes = MAX_HTTP_BODY_FRAMING_BYTES + (self.max_body if is_answered else 0)
         # Number of bytes that the current chunk announces. h11 has no public attribute for it.

@@ -29,9 +29,9 @@ from infer.engine.engine import Engine
 from infer.engine.sequence import LogitsProcessor, Sequence
 from infer.targets.target import Target
 
-# Logits processors that options of the engine can replace. Keys are classes of processors. Values
-# are (attribute of the processor, option of `TextOptions` with the same value). The engine applies
-# the options in this order.
+# Logits processors that can be replaced by options of the engine. Keys are classes of processors.
+# Values are (attribute of the processor, option of `SamplingOptions` that gets its value). The
+# engine applies the options in this order.
 SAMPLING_OPTIONS_BY_LOGITS_PROCESSOR: dict[type, tuple[str, str]] = {
     RepetitionPenaltyLogitsProcessor: ("penalty", "repetition_penalty"),
     TemperatureLogitsWarper: ("temperature", "temperature"),
@@ -53,7 +53,7 @@ IGNORED_GENERATE_ARGUMENTS = {
     "logits_to_keep",
     "token_type_ids",
 }
-# Options of a generation config that request outputs which this loop does not return
+# Options of a generation config for additional outputs, which this loop does not return
 UNSUPPORTED_OUTPUT_OPTIONS = (
     "output_scores",
     "output_logits",
@@ -68,8 +68,7 @@ def _refuse_another_model(model: Any, target: Target) -> None:
     """Raise ValueError if `generate` is called on another model than `target`."""
     if model is not target.model:
         raise ValueError(
-            "custom_generate was created for another model: pass "
-            "custom_generate=speculative(Target(model), drafter) with this model"
+            "custom_generate was created for another model: pass custom_generate=speculative(Target(model), drafter) with this model"
         )
 
 
@@ -210,8 +209,7 @@ def _adapt_processor_to_row(
     """
     if isinstance(processor, LOGITS_PROCESSORS_STORING_BATCH_PROMPTS) and batch_size > 1:
         raise ValueError(
-            "encoder_repetition_penalty and encoder_no_repeat_ngram_size work with a single "
-            f"prompt only, and the batch has {batch_size}: call generate once for each prompt"
+            f"encoder_repetition_penalty and encoder_no_repeat_ngram_size work with a single prompt only, and the batch has {batch_size}: call generate once for each prompt"
         )
     if isinstance(processor, PrefixConstrainedLogitsProcessor):
         constrained: Any = copy(processor)
@@ -234,7 +232,8 @@ def _prepend_padding_for_processor(
     prompt_length: int,
     end_tokens: abc.Sequence[torch.Tensor],
 ) -> LogitsProcessor:
-    """Return a logits processor that calls `processor` with the padding in front of the token ids.
+    """Return a logits processor that puts padding in front of the token ids and then calls
+    `processor`.
 
     The engine calls logits processors with the token ids of one batch row without padding. A
     processor that counts positions needs the padding, too. After an end token, the scores are
@@ -268,8 +267,8 @@ def _decode(
 
     Returns the generated tokens of each sequence.
     """
-    # Keys are sequences. Values are numbers of generated tokens that were checked against the
-    # stopping criteria so far.
+    # Keys are sequences. Values are the numbers of generated tokens for which the stopping criteria
+    # were already checked.
     lengths = dict.fromkeys(sequences, 0)
     prompts = dict(zip(sequences, input_ids, strict=True))
     while engine.has_unfinished_sequences:
@@ -299,17 +298,17 @@ def _is_met(criterion: StoppingCriteria, ids: torch.Tensor) -> bool:
 def _replace_processors_by_options(
     processors: abc.Sequence[LogitsProcessor], padding_length: int
 ) -> tuple[dict[str, Any], abc.Sequence[LogitsProcessor]]:
-    """Replace logits processors by options of `TextOptions` that have the same effect.
+    """Replace logits processors by options of `SamplingOptions` that have the same effect.
 
     processors: the logits processors for one batch row
     padding_length: number of padding tokens in front of the row's prompt
 
-    Returns (options, processors). Either all processors are replaced: `options` then has their
-    values and `processors` is empty. Or none is replaced: `options` is then empty, and the engine
-    must call all processors for each tree node.
+    Returns (options, processors). If all processors can be replaced, `options` has their values and
+    `processors` is empty. Otherwise none is replaced: `options` is empty, and the engine must call
+    all processors for each tree node.
 
-    The engine's repetition penalty applies to the whole prompt without padding. A processor for a
-    repetition penalty can therefore be replaced only if it ignores exactly the padding.
+    The engine applies a repetition penalty to the whole prompt without padding. A processor for a
+    repetition penalty is therefore replaced only if it ignores the padding and no other tokens.
     """
     order = list(SAMPLING_OPTIONS_BY_LOGITS_PROCESSOR)
     positions = []
@@ -338,7 +337,7 @@ def _refuse_unsupported(
     """Raise ValueError for arguments of `generate` that this decoding loop does not support.
 
     config: the generation config
-    arguments: the other arguments of `generate`, which are meant for the model
+    arguments: the other arguments of `generate`, which it passes on to the model
     """
     unsupported = []
     if config.return_dict_in_generate:
@@ -350,25 +349,21 @@ def _refuse_unsupported(
     )
     if config.num_beams not in (None, 1):
         raise ValueError(
-            f"num_beams={config.num_beams}: speculative decoding does not support beam search; "
-            "use num_beams=1"
+            f"num_beams={config.num_beams}: speculative decoding does not support beam search; use num_beams=1"
         )
     if unsupported:
         raise ValueError(
-            f"generate was called with {', '.join(unsupported)}, which speculative decoding does "
-            f"not support: remove {', '.join(unsupported)}"
+            f"generate was called with {', '.join(unsupported)}, which speculative decoding does not support: remove {', '.join(unsupported)}"
         )
     if attention_mask is None:
         return
     if attention_mask.dim() != 2:
         raise ValueError(
-            f"attention_mask has {attention_mask.dim()} dimensions: give a mask with 2 "
-            "dimensions, (batch, tokens)"
+            f"attention_mask has {attention_mask.dim()} dimensions: give a mask with 2 dimensions, (batch, tokens)"
         )
     if (attention_mask.diff(dim=1) < 0).any():
         raise ValueError(
-            "attention_mask has padding on the right of a prompt: pad prompts on the left "
-            "(tokenizer.padding_side = 'left')"
+            "attention_mask has padding on the right of a prompt: pad prompts on the left (tokenizer.padding_side = 'left')"
         )
 
 

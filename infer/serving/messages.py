@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from infer.serving.regeneration_task import parse_call_arguments
 
 # Makes pydantic stop at the first invalid element of a list. Otherwise it would report an error for
-# each invalid element, of which a request may contain 100,000.
+# every invalid element, and a request may contain 100,000 of them.
 FAIL_FAST_LIST_FIELD = Field(fail_fast=True)
 MAX_TOOL_CALLS_PER_REQUEST_MESSAGE = 128  # maximum number of tool calls in one message
 
@@ -27,9 +27,10 @@ class Tool:
 class StrictModel(BaseModel):
     """Base class for parts of a request in which an unknown field is an error.
 
-    An unknown field would otherwise be an option that is silently ignored. It is accepted only if
-    its value has no effect: null, false, 0 or an empty value. A known field with the value null
-    counts as missing. Values are not converted: true, for example, is not accepted as a number.
+    Without this error, the server would silently ignore an option of the client. An unknown field
+    is accepted only if its value has no effect: null, false, 0 or an empty value. A known field
+    with the value null counts as missing. Values are not converted: true, for example, is not
+    accepted as a number.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -103,7 +104,9 @@ class ToolCall(LenientModel):
     function: FunctionCall
 
     def to_template_call(self) -> dict[str, Any]:
-        """Return the call in the form of chat templates, with the arguments as a Python object."""
+        """Return the call as a dictionary for the chat template, with the arguments as a Python
+        object.
+        """
         arguments = parse_call_arguments(self.function.model_dump())
         function = {"name": self.function.name, "arguments": arguments}
         return {"id": self.id, "type": "function", "function": function}
@@ -146,7 +149,9 @@ class Message(LenientModel):
 
     @property
     def any_reasoning(self) -> str | None:
-        """The reasoning, from the first of the three fields for reasoning that is set."""
+        """The reasoning: the value of `reasoning_content`, `reasoning` or `thinking`, whichever is
+        set first in this order.
+        """
         return self.reasoning_content or self.reasoning or self.thinking
 
     def to_template_message(self) -> dict[str, Any]:
@@ -181,8 +186,8 @@ class FunctionDefinition(StrictModel):
     name: str = Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")
     description: str = ""
     parameters: dict[str, Any] = Field(default_factory=make_empty_parameters_schema)
-    # This field has no effect. If tool_choice requires a call, its arguments always follow the
-    # schema `parameters`. Other calls are never constrained by the schema.
+    # This field has no effect. The arguments of a call always follow the schema `parameters` if
+    # tool_choice requires the call, and are not constrained otherwise.
     strict: bool = False
 
 
@@ -224,7 +229,6 @@ class ResponseFormat(StrictModel):
         """
         if (self.type == "json_schema") != ("schema" in self.json_schema):
             raise ValueError(
-                'response_format: type "json_schema" requires json_schema.schema, and other types '
-                f"do not allow it; the type is {self.type!r}: change the type or the schema"
+                f'response_format: type "json_schema" requires json_schema.schema, and other types do not allow it; the type is {self.type!r}: change the type or the schema'
             )
         return self

@@ -22,7 +22,7 @@ from infer.utils.chat_template import tool_arguments_to_json
 MAX_PROMPTS_PER_REQUEST = 4096  # maximum number of prompts in one request
 MAX_METADATA_PAIRS = 64  # maximum number of entries of the field "metadata"
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for /v1/completions
-# Fields that are copied to options of `TextOptions` with the same name
+# Fields that are copied to options of `SamplingOptions` with the same name
 REQUEST_FIELDS_COPIED_TO_SAMPLING_OPTIONS = {
     "temperature",
     "top_p",
@@ -52,8 +52,7 @@ def normalise_prompts(value: Any) -> Any:
         and not isinstance(prompts[0], int)
     ):
         raise ValueError(
-            f"the request has {len(prompts)} prompts, at most {MAX_PROMPTS_PER_REQUEST} are "
-            "allowed: send several requests"
+            f"the request has {len(prompts)} prompts, at most {MAX_PROMPTS_PER_REQUEST} are allowed: send several requests"
         )
     return prompts
 
@@ -65,8 +64,7 @@ def check_metadata_count(value: Any) -> Any:
     """
     if isinstance(value, dict) and len(value) > MAX_METADATA_PAIRS:
         raise ValueError(
-            f"metadata has {len(value)} entries, at most {MAX_METADATA_PAIRS} are allowed: send "
-            "fewer entries"
+            f"metadata has {len(value)} entries, at most {MAX_METADATA_PAIRS} are allowed: send fewer entries"
         )
     return value
 
@@ -84,15 +82,16 @@ class StreamOptions(StrictModel):
 class CompletionRequest(StrictModel):
     """Base class with the fields that completion requests and chat requests have in common.
 
-    The fields are those of OpenAI's API, extra fields of vLLM, and `trace` of this server. The
-    properties about chat templates, tools and response formats return empty values. `ChatRequest`
-    overrides them.
+    The fields are those of OpenAI's API, extra fields of vLLM, and `trace` of this server.
+    Properties that only chat requests use (chat template, tools, response format) return empty
+    values here, and are overridden by `ChatRequest`.
     """
 
     is_chat: ClassVar[bool] = False
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1)
-    temperature: float = Field(1.0, ge=0, le=10)  # OpenAI's default is 1, which means sampling
+    # The default 1 is that of OpenAI's API; 0 means greedy decoding
+    temperature: float = Field(1.0, ge=0, le=10)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1)
     min_p: float = Field(0.0, ge=0, le=1)
@@ -105,7 +104,8 @@ class CompletionRequest(StrictModel):
     ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
-    # Field of this server: each streamed chunk also reports the drafted and rejected tokens.
+    # Field of this server only: each streamed chunk also reports the number of draft tokens and the
+    # text of the rejected ones.
     trace: bool = False
     return_token_ids: bool = False  # field of vLLM: the response also contains token ids
     # The four guided_* fields are from vLLM. Each constrains the output.
@@ -122,8 +122,7 @@ class CompletionRequest(StrictModel):
         """Raise ValueError if `stream_options` or `trace` is given without stream=true."""
         if (self.stream_options or self.trace) and not self.stream:
             raise ValueError(
-                "stream_options and trace work with stream=true only: add stream=true, or remove "
-                "stream_options and trace"
+                "stream_options and trace work with stream=true only: add stream=true, or remove stream_options and trace"
             )
         return self
 
@@ -179,7 +178,7 @@ class CompletionRequest(StrictModel):
         raise NotImplementedError
 
     def grammar_options(self) -> dict[str, str]:
-        """Return the option of `TextOptions` that constrains the output, as {name: value}.
+        """Return the option of `SamplingOptions` that constrains the output, as {name: value}.
 
         Returns an empty dictionary if the request has no constraint. Raises ValueError if it has
         more than one.
@@ -187,7 +186,7 @@ class CompletionRequest(StrictModel):
         choice_grammar = None
         if self.guided_choice:
             choice_grammar = "start: " + " | ".join(map(json.dumps, self.guided_choice))
-        # Keys are fields of the request. Values are (option of `TextOptions`, its value).
+        # Keys are fields of the request. Values are (option of `SamplingOptions`, its value).
         constraints = {
             "guided_json": ("json_schema", self.guided_json),
             "guided_regex": ("regex", self.guided_regex),
@@ -203,16 +202,15 @@ class CompletionRequest(StrictModel):
                 fields.append(field)
         if len(fields) > 1:
             raise ValueError(
-                f"the request has {' and '.join(fields)}, but an answer can follow only one of "
-                "these constraints: keep one and remove the others"
+                f"the request has {' and '.join(fields)}, but an answer can follow only one of these constraints: keep one and remove the others"
             )
         return options
 
     def to_sampling_options(self, max_new_tokens: int, index: int) -> SamplingOptions:
         """Return the options with which the engine generates one answer to the request.
 
-        If the field `seed` is null, the seed is random. Otherwise it is derived from the field and
-        the index, so that every answer has another seed.
+        If the field `seed` is null, the sampling seed is random. Otherwise the sampling seed is
+        derived from the field and from `index`, so that every answer has a different one.
 
         index: number of the answer in the request
         """
@@ -269,36 +267,33 @@ class ChatRequest(CompletionRequest):
     response_format: ResponseFormat | None = None
     tools: list[ToolDefinition] = Field(default_factory=list, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
-    parallel_tool_calls: bool = True  # whether an answer may contain several required tool calls
+    # If a tool call is required: whether the answer may contain several
+    parallel_tool_calls: bool = True
 
     @model_validator(mode="after")
     def check_combinations(self) -> "ChatRequest":
         """Raise ValueError for fields that contradict each other, or that would have no effect."""
         if self.top_logprobs and not self.logprobs:
             raise ValueError(
-                "top_logprobs works with logprobs=true only: add logprobs=true, or remove "
-                "top_logprobs"
+                "top_logprobs works with logprobs=true only: add logprobs=true, or remove top_logprobs"
             )
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) > 1:
             raise ValueError(
-                "max_tokens is the old name of max_completion_tokens, and the two have different "
-                "values: remove max_tokens"
+                "max_tokens is the old name of max_completion_tokens, and the two have different values: remove max_tokens"
             )
         names = [tool.function.name for tool in self.tools]
         if len(set(names)) < len(names):
             raise ValueError("tools: two tools have the same name; give every tool its own name")
         if self.required_call_candidates == []:
             raise ValueError(
-                "tool_choice requires a tool that is not in tools: add the tool, or use "
-                'tool_choice="auto"'
+                'tool_choice requires a tool that is not in tools: add the tool, or use tool_choice="auto"'
             )
         if self.required_call_candidates is not None:
             options = list(self.grammar_options())
             if options:
                 raise ValueError(
-                    "tool_choice: an answer that must call a tool cannot also follow the "
-                    f"constraint {options[0]}; remove one of the two from the request"
+                    f"tool_choice: an answer that must call a tool cannot also follow the constraint {options[0]}; remove one of the two from the request"
                 )
         return self
 

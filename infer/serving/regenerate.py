@@ -30,22 +30,23 @@ from infer.utils.redact import redact_text
 from infer.utils.renamed_options import rename_old_options
 
 # Settings that do not change answers. They may differ when a run continues the file of an earlier
-# run. Earlier versions wrote data.bad_rows.
+# run. data.bad_rows occurs only in files of earlier versions.
 SETTINGS_NOT_CHANGING_REGENERATED_ANSWERS = ("data.bad_rows", "data.max_invalid_fraction")
-# Number of examples that may be in progress or wait to be yielded, for each batch row of the
-# engine. Records are yielded in the order of the examples. With a larger number, the batch stays
-# full longer while one slow example holds back the records after it.
-MAX_UNYIELDED_EXAMPLES_PER_BATCH_ROW = 4
+# Maximum number of examples that are in progress or finished but not yet yielded, divided by the
+# batch size of the engine. Records are yielded in the order of the examples, so a slow example
+# holds back the finished ones after it. With a larger number, the batch stays full for a longer
+# time while this example runs.
+STARTED_TASKS_PER_ENGINE_BATCH_ROW = 4
 REGENERATION_PROMPT_END_TOKENS_SEARCHED = (
-    8  # "<think>" is searched in this many last tokens of a prompt
+    8  # "<think>" is searched in this number of tokens at the end of a prompt
 )
 
 
 @dataclass
 class EngineTask:
-    """A regeneration task, and the engine's sequence that decodes its next output.
+    """A regeneration task that our engine works on.
 
-    sequence: None if the task is finished
+    sequence: the sequence that decodes the task's next output; None if the task is finished
     """
 
     task: RegenerationTask
@@ -56,8 +57,8 @@ def build_engine_answerer(target: Any, drafter: Any, options: Any, capacity: int
     """Return a function that generates the answers to examples with our engine.
 
     options: decoding and sampling options; `options.max_num_seqs` is the batch size
-    capacity: maximum number of tokens of a prompt and its output together, for which the KV cache
-        has room in each batch row
+    capacity: number of KV cache positions per sequence; a prompt and its output together must fit
+        into them
     """
     from infer.api import encode_prompt, open_engine
 
@@ -140,9 +141,8 @@ def output_from_sequence(target: Any, sequence: Sequence, is_chat: bool) -> Targ
 
 
 def write_failure(failed_path: Path, record: dict) -> None:
-    """Append the record of a failed example to a file, which is created if necessary.
-
-    Secrets in the error message are removed.
+    """Append the record of a failed example to the file `failed_path`, without the secrets in its
+    error message. The file is created if it does not exist.
     """
     with failed_path.open("a", encoding="utf-8") as failed_file:
         write_json_line(failed_file, record | {"error": redact_text(record["error"])})
@@ -161,12 +161,12 @@ def regenerate_answers(
     Records of failed examples, {"index", "error"}, are written to the file `out`.failed. If `out`
     exists, only the examples after its last record are answered.
 
-    settings: everything that determines the answers; "content" identifies the target and the data
+    settings: all options that determine the answers, and digests of target and data ("content")
     max_failures: maximum number of examples that may fail
     total: number of examples; None means `len(examples)`
 
-    Returns the numbers of "answers" and of "failed" examples. Raises ValueError for settings other
-    than those of `out` or too many failures, and RunAborted if the disk is full.
+    Returns the numbers of examples with the keys "answers" and "failed". Raises ValueError if `out`
+    was started with other settings or too many examples fail, and RunAborted if the disk is full.
     """
     failed_path = Path(f"{out}.failed")
     total = len(cast(Sized, examples)) if total is None else total
@@ -284,7 +284,8 @@ def repair_record_file(path: Path) -> tuple[int, int]:
             if index <= last_index:
                 raise ValueError(
                     f"{path}, line {count + 1}: example {index} comes after example {last_index}, "
-                    "but indices must increase: give another out="
+                    "but indices must increase. Two runs may have written to this file: give "
+                    "another out="
                 )
             count += 1
             last_index = index

@@ -15,8 +15,8 @@ from typing import Any, TypeVar, cast
 from infer.config import SamplingOptions
 from infer.engine.sampling import derive_seed
 
-# Finish reasons of complete outputs. An output with another reason was cut off, for example by a
-# token limit.
+# Finish reasons of complete outputs. An output with another finish reason was cut off, for example
+# at the maximum number of tokens.
 COMPLETE_FINISH_REASONS = ("stop", "tool_calls")
 # Matches a tool call in the text of an answer, in the format of Qwen and Hermes models
 TOOL_CALL_PATTERN = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
@@ -109,8 +109,9 @@ class RegenerationTask:
     - {"index", "messages", ...} for a chat
     - {"index", "error"} for an example that has failed
 
-    A chat ends early after an answer that was cut off. It also ends early if the next messages of
-    the data are results of tool calls, but the target's calls differ from those in the data.
+    A chat ends early after an answer that was cut off. It also ends early if the next messages in
+    the data are results of tool calls, but the target has made other tool calls than those in the
+    data.
     """
 
     def __init__(self, example: PromptExample) -> None:
@@ -208,7 +209,8 @@ def extract_tool_calls(message: dict) -> list[tuple[str, object]]:
     """Return (name, arguments) of every tool call of an assistant message.
 
     If the message has no entry "tool_calls", the calls are parsed from its content. If a call in
-    the content is malformed, [("", content)] is returned, which equals no list of valid calls.
+    the content is malformed, [("", content)] is returned, so that a comparison with a list of valid
+    calls fails.
     """
     functions = [call["function"] for call in message.get("tool_calls", ())]
     if not functions:

@@ -28,8 +28,9 @@ class SequenceDelta:
     ids: ids of the added tokens
     logprobs: log-probabilities of the added tokens; empty if they were not requested
     finish_reason: "stop", "length", "cancelled" or "error" if the sequence has ended, else None
-    drafted: number of draft tokens that were verified
-    rejected_ids: the most likely path of rejected draft tokens; None if it was not requested
+    drafted: number of draft tokens that were verified in the rounds that added the tokens
+    rejected_ids: ids of rejected draft tokens: of the rejected paths of the draft tree, the most
+        likely one; None if they were not requested
     error: (HTTP status, message) if the sequence has failed, else None
     """
 
@@ -126,7 +127,8 @@ class ResponseBuilder:
         return self.build_envelope(self.object_type, choices) | {"usage": usage}
 
     def build_first_chunk(self, index: int) -> dict | None:
-        """Return the chunk that is sent before the text of an answer, or None if the API has none.
+        """Return the chunk that is sent before the text of an answer, or None if the API has no
+        such chunk.
 
         index: number of the answer in the response
         """
@@ -204,7 +206,8 @@ class ResponseBuilder:
     ) -> dict:
         """Return the entry of "choices" for an answer, without token ids.
 
-        Its form differs between the two APIs, so each subclass overrides this method.
+        The entry differs between /v1/completions and /v1/chat/completions, so each subclass
+        overrides this method.
         """
         raise NotImplementedError
 

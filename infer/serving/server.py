@@ -1,8 +1,8 @@
 """The OpenAI-compatible HTTP server for one engine.
 
-All requests share the batch of the engine. service.py checks and answers requests, worker.py has
-the thread that runs the engine, and guard.py limits who may send requests and how large they may
-be.
+The sequences of all requests are decoded in one batch. service.py checks and answers requests,
+worker.py has the thread that runs the engine, and guard.py limits who may send requests and how
+large they may be.
 """
 
 import asyncio
@@ -27,8 +27,8 @@ from infer.serving.service import CompletionService
 from infer.serving.worker import OUT_OF_MEMORY_DELTA
 from infer.utils.errors import RunAborted
 
-SECONDS_TO_FINISH_ANSWERS = 1.0  # when the server stops, running answers have this time to end
-MAX_QUOTED_CONTENT_TYPE_CHARACTERS = 100  # error messages cut a longer Content-Type header
+SECONDS_TO_FINISH_ANSWERS = 1.0  # when the server stops, running answers have this time to finish
+MAX_QUOTED_CONTENT_TYPE_CHARACTERS = 100  # in error messages, a longer Content-Type header is cut
 
 
 async def handle_http_exception(request: Request, error: HTTPException) -> Response:
@@ -50,8 +50,7 @@ async def handle_validation_error(request: Request, error: RequestValidationErro
     if "json" not in content_type:
         return make_error_response(
             400,
-            f"the header Content-Type is '{content_type[:MAX_QUOTED_CONTENT_TYPE_CHARACTERS]}': "
-            "send the request as JSON with Content-Type: application/json",
+            f"the header Content-Type is '{content_type[:MAX_QUOTED_CONTENT_TYPE_CHARACTERS]}': send the request as JSON with Content-Type: application/json",
         )
     first_error = error.errors()[0]
     field = ".".join(str(key) for key in first_error["loc"] if key != "body")

@@ -47,7 +47,8 @@ from infer.utils.optional import is_installed, require_installed
 # separates answers into reasoning, content and tool calls.
 ANSWER_FORMAT_ENTRY_POINT = "infer.serving.calls:find_answer_format"
 SERVER_STOPPED_DELTA = make_failure_delta(503, "the server was stopped")
-ENGINE_OPTIONS_IN_METRICS_LABELS = ("method", "budget")  # engine options that /metrics shows
+# Engine options that are labels in /metrics
+ENGINE_OPTIONS_IN_METRICS_LABELS = ("method", "budget")
 DISCONNECT_POLL_SECONDS = 0.1
 # Status that nginx logs if the client closes the connection before the response
 CLIENT_CLOSED_REQUEST_STATUS = 499
@@ -91,7 +92,8 @@ class CompletionService:
         self.grammar_pool = ThreadPoolExecutor(1, "grammars")
 
     def start(self) -> None:
-        """Start all threads now, because starting one later could fail if memory is short.
+        """Start all threads now. A thread that is started later could fail to start if memory is
+        short.
 
         The tokenizer of llguidance is also built now. For a large vocabulary, this takes a second
         and blocks all threads.
@@ -147,8 +149,7 @@ class CompletionService:
         if request.model not in (None, self.model_name):
             raise HTTPException(
                 404,
-                f"this server has no model {request.model!r}: use {self.model_name!r}, or leave "
-                "out the field model",
+                f"this server has no model {request.model!r}: use {self.model_name!r}, or leave out the field model",
             )
         prompts = request.prompts()
         sequence_count = len(prompts) * request.n
@@ -157,14 +158,12 @@ class CompletionService:
         if sequence_count > limit:
             raise HTTPException(
                 400,
-                f"the request asks for {sequence_count} sequences, this server allows {limit} "
-                "(server.max_requests): send several requests",
+                f"the request asks for {sequence_count} sequences, this server allows {limit} (server.max_requests): send several requests",
             )
         if active_count + sequence_count > limit:
             raise HTTPException(
                 429,
-                f"{active_count} sequences are running or waiting, this server allows {limit}: "
-                "try again later",
+                f"{active_count} sequences are running or waiting, this server allows {limit}: try again later",
             )
         return prompts
 
@@ -229,8 +228,7 @@ class CompletionService:
                 check_property_count(tool.parameters)
             if self.answer_format is None:
                 raise ValueError(
-                    "tool_choice requires a tool call, but the format of this model's tool calls "
-                    'is unknown: use tool_choice="auto"'
+                    'tool_choice requires a tool call, but the format of this model\'s tool calls is unknown: use tool_choice="auto"'
                 )
             grammar = self.answer_format.build_tool_call_grammar(
                 tools,
@@ -253,7 +251,9 @@ class CompletionService:
             sequence_request.deltas.put_nowait((sequence_request.index, SERVER_STOPPED_DELTA))
 
     def release(self, sequence_requests: list[SequenceRequest]) -> None:
-        """Remove the sequences of a finished HTTP request, and cancel those that still run."""
+        """Remove the sequences of a finished HTTP request from the active ones, and cancel those
+        that are still being decoded.
+        """
         for sequence_request in self.active_requests.intersection(sequence_requests):
             self.active_requests.discard(sequence_request)
             sequence_request.cancelled = True

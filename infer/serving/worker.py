@@ -1,7 +1,7 @@
 """The thread that runs the engine of a server.
 
 The thread receives `SequenceRequest`s through a queue, and sends the decoded tokens back to the
-event loop of the HTTP server as `SequenceDelta`s. It contains no HTTP code.
+event loop of the HTTP server as `SequenceDelta`s. This module contains no HTTP code.
 """
 
 import asyncio
@@ -73,7 +73,7 @@ class SequenceRequest:
 class ServerMetrics:
     """The Prometheus metrics of the server, which it returns at /metrics.
 
-    decoding: names and values of the engine options that are shown as labels
+    decoding: the engine options that are shown as labels; keys are names, values are their values
     """
 
     def __init__(self, decoding: dict[str, str]) -> None:
@@ -101,9 +101,10 @@ class ServerMetrics:
 class EngineThread(threading.Thread):
     """Runs the engine while there are sequences to decode, and sleeps otherwise.
 
-    If a round fails, its sequences are decoded again in smaller batches. A sequence that fails
-    alone is given up. If the engine cannot be reset, the thread stores an error message in
-    `failure`, calls `on_failure` (which stops the server), and ends.
+    If a round fails, its sequences are decoded again in smaller batches. If a sequence fails in a
+    batch of its own, it is cancelled, and the client receives the error. If the engine cannot be
+    reset, the thread stores an error message in `failure`, calls `on_failure` (which stops the
+    server), and ends.
     """
 
     def __init__(self, engine: Engine, metrics: ServerMetrics) -> None:
@@ -201,8 +202,8 @@ class EngineThread(threading.Thread):
     def _recover(self, failure: SequenceDelta) -> None:
         """Queue the sequences of a failed round again, and allocate new caches for the engine.
 
-        If the round had only one sequence, it is given up instead, and the client receives the
-        error.
+        If the round had only one sequence, this sequence is cancelled instead, and the client
+        receives the error.
 
         failure: the delta that contains the error
         """
@@ -237,7 +238,7 @@ class EngineThread(threading.Thread):
                 self.metrics.accepted.labels(position).inc()
         request.sent_tokens = len(sequence.ids)
         request.sent_rounds = len(sequence.drafted)
-        # Update metrics before sending, so that a client that has received its answer finds it
+        # The metrics are updated first. A client that has received its answer therefore finds it
         # counted in /metrics.
         request.send(delta)
         if sequence.finish_reason is not None:

@@ -13,8 +13,8 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-# Message keys under which chat templates may read reasoning. The first of them that occurs in the
-# text of a template is used for this template.
+# Keys of a message under which a chat template may read reasoning. For each template, the first of
+# these keys that occurs in its text is used.
 CHAT_TEMPLATE_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 
@@ -22,8 +22,9 @@ def convert_tool_arguments(tokenizer: Any, messages: list[dict], **options: obje
     """Convert the arguments of all tool calls in `messages` to the form that the tokenizer's chat
     template expects: objects or JSON text. Return the converted messages.
 
-    Objects are the default. JSON text is chosen if the template raises an error for objects or
-    prints them in Python's notation, and this happens less often with JSON text.
+    To choose the form, the template is tried with both. A form is wrong if the template raises an
+    error, or if it prints arguments in Python's notation instead of JSON. JSON text is chosen if it
+    has fewer such mistakes than objects.
 
     options: further arguments of `apply_chat_template`
     """

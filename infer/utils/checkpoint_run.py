@@ -1,5 +1,6 @@
-"""Default options for commands that load a checkpoint: target and data are those of the training
-run that saved the checkpoint."""
+"""Reads default options from a training run: a command that loads a checkpoint uses, by default,
+the target and the data of the training run that saved the checkpoint.
+"""
 
 import json
 from pathlib import Path
@@ -31,12 +32,13 @@ def load_run_options(config: Any, chosen: set[str], options_class: type) -> dict
     """Return the options that a command copies from the training run that saved its checkpoint.
 
     config: the configuration that Hydra has composed for the command
-    chosen: the option names and groups that the user gave, which are never replaced
+    chosen: names of the options and option groups that the user gave; these are never replaced
     options_class: the command's dataclass; its attribute OPTION_SECTIONS_TAKEN_FROM_RUN names the
         sections to copy, for example "target"
 
-    Returns a dictionary of options for each section. A section is left out if the user gave its
-    path, source or datasets.
+    Returns a dictionary of options for each section. A section is left out if the user has chosen
+    it or one of its options path, source and datasets. The section "data" is also left out if the
+    user has chosen a suite.
     """
     section_names = getattr(options_class, "OPTION_SECTIONS_TAKEN_FROM_RUN", ())
     checkpoints = [config.checkpoint] if "checkpoint" in config else config.get("checkpoints")

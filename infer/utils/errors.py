@@ -1,5 +1,6 @@
-"""Convert errors to one sentence on stderr and an exit code. This includes Ctrl-C, full disks and
-closed output pipes."""
+"""Convert errors, including Ctrl-C, full disks and closed output pipes, to one sentence on stderr
+and an exit code.
+"""
 
 import os
 import select
@@ -16,8 +17,9 @@ from infer.utils.interrupts import exit_after_interrupt
 from infer.utils.progress import HEARTBEAT
 from infer.utils.redact import redact_text
 
-# Let idle OpenMP threads sleep instead of wait in a busy loop. With the busy loop, two commands
-# that run at the same time take three times as much CPU time. Set before torch is imported.
+# Let idle OpenMP threads sleep instead of waiting in a busy loop. With busy loops, two commands
+# that run at the same time need three times as much CPU time. This must be set before torch is
+# imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 EXIT_CODE_RUN_ABORTED = 3  # the command started its work, but could not finish it
@@ -127,8 +129,7 @@ def abort_on_write_error(output_name: str) -> Generator[None]:
             raise
         reason = getattr(error, "strerror", None) or error
         raise RunAborted(
-            f"{output_name} could not be written: {reason}; what was saved before is complete. "
-            "Solve the problem, and run the same command again to continue"
+            f"{output_name} could not be written: {reason}; what was saved before is complete. Solve the problem, and run the same command again to continue"
         ) from error
 
 

@@ -21,8 +21,8 @@ from infer.utils.redact import redact, redact_text
 if TYPE_CHECKING:
     import torch
 
-# File mode of model files: other users may read them. safetensors creates files with mode 0600,
-# which only their owner may read.
+# File mode of model files, with which other users may read them. safetensors creates files with
+# mode 0600, which only their owner may read.
 SHARED_FILE_MODE = 0o644
 
 
@@ -151,14 +151,13 @@ def acquire_lock_file(lock_path: Path, output_name: str, option: str) -> TextIO:
                 lock.seek(0)
                 holder = lock.read().strip() or "another process"
             raise ValueError(
-                f"{output_name} is being written by {holder}; wait for that process, stop it, or "
-                f"choose another {option}"
+                f"{output_name} is being written by {holder}; wait for that process, stop it, or choose another {option}"
             ) from error
 
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(lock.fileno()), lock_path.stat()):
                 return lock
-        # Between `open` and `flock`, the previous holder of the lock has removed the file. Try
+        # The process that held the lock before has removed the file between `open` and `flock`. Try
         # again with a new file.
         lock.close()
 

@@ -19,8 +19,8 @@ HUB_REACHABILITY_TIMEOUT_SECONDS = 3.0
 DEFAULT_PORT_OF_HTTP_URLS = 80
 DEFAULT_PORT_OF_HTTPS_URLS = 443
 HUB_NAME_PATTERN = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-# The options whose values may name repositories on the hub, without the section in front of their
-# names: "path" stands for target.path and data.path.
+# Options whose values may name repositories on the hub. The names are without a section: "path"
+# stands for target.path and data.path.
 HUB_OPTION_KEYS = {"path", "checkpoint", "checkpoints", "init", "base_model"}
 
 

@@ -34,8 +34,8 @@ from infer.utils.renamed_options import explain_renamed_option_error
 CONFIG_FOLDER = Path(__file__).resolve().parent.parent.parent / "conf"
 HYDRA_VERSION_BASE = "1.3"
 HELP_FLAGS = {"--help", "-h"}
-# A group with one of these values was not chosen by the user: None means no value, and "embedded"
-# is the default of the groups target and data.
+# A Hydra group with one of these values counts as not chosen by the user. None means that the group
+# has no value. "embedded" is the default of the groups target and data.
 UNCHOSEN_HYDRA_GROUP_VALUES = (None, "embedded")
 # After this number of new objects, Python runs a garbage collection. With Python's default of 700,
 # a command spends a tenth of its start-up time in collections that free nothing.
@@ -44,7 +44,7 @@ GC_THRESHOLD_OBJECTS = 10_000
 
 @dataclass
 class HydraJob:
-    """A callable that runs a command. Hydra calls it with the composed configuration.
+    """A callable object that runs a command. Hydra calls it with the composed configuration.
 
     Hydra's launchers for sweeps may pickle this object and call it in another process.
 
@@ -62,7 +62,8 @@ class HydraJob:
     def __call__(self, config: Any) -> None:
         from hydra.core.hydra_config import HydraConfig
 
-        # Undo the changes of `run_command`: reports quote the command line as the user typed it.
+        # `run_command` has changed sys.argv. Restore it, because reports quote the command line as
+        # the user typed it.
         sys.argv = self.command_line
         hydra_config = HydraConfig.get()
         output_folder = Path(hydra_config.runtime.output_dir)
@@ -95,8 +96,9 @@ def run_command(
     options_class: the command's dataclass of options
     arguments: command-line arguments; None means those in `sys.argv`
 
-    With `-m`, `function` is called for every job of a sweep. If an argument is wrong, the process
-    prints a message and ends with exit code 2, before slow packages such as torch are imported.
+    With the argument `-m`, Hydra runs a sweep and calls `function` for each of its jobs. If an
+    argument is wrong, the process prints a message and ends with exit code 2. This happens before
+    packages that take long to import, such as torch, are imported.
     """
     import hydra
 
@@ -158,7 +160,7 @@ def translate_hydra_errors() -> Generator[None]:
             raise
         message = f"{error}\n{error.__cause__ or ''}".strip()
         raise ValueError(explain_renamed_option_error(message) or message) from error
-    # OmegaConf raises AttributeError for a dictionary where it expects null.
+    # OmegaConf raises AttributeError if a value is a dictionary where it expects null.
     except AttributeError as error:
         raise ValueError(
             f"an option was given a value of the wrong type: {error}. See --help for the types"

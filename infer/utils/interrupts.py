@@ -10,8 +10,8 @@ from typing import NoReturn
 from infer.utils.progress import HEARTBEAT
 
 EXIT_CODE_INTERRUPTED = 130  # 128 + SIGINT
-# Time after Ctrl-C until the watcher thread ends the process. Python's own KeyboardInterrupt
-# usually ends the process before.
+# Time after Ctrl-C until the watcher thread ends the process. Usually, Python's KeyboardInterrupt
+# has ended the process earlier.
 INTERRUPT_GRACE_SECONDS = 1.5
 
 
@@ -39,8 +39,8 @@ class InterruptWatcher(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        # Number of the next interrupts that this thread ignores because other code handles them.
-        # For example, a training run handles the first one by saving its state.
+        # Number of interrupts (Ctrl-C) that this thread still ignores because other code handles
+        # them. For example, a training run handles the first interrupt by saving its state.
         self.interrupts_to_ignore = 0
 
     def start_watching(self) -> None:
@@ -55,8 +55,8 @@ class InterruptWatcher(threading.Thread):
 
     def run(self) -> None:
         while signal_byte := os.read(self.signal_pipe, 1):
-            # Without an activity, the command waits for user input. Ctrl-C interrupts that at once,
-            # and the process must not be ended here.
+            # If there is no activity, the command waits for user input. Ctrl-C interrupts the
+            # waiting at once, so the process must not be ended here.
             if signal_byte[0] != signal.SIGINT or HEARTBEAT.activity is None:
                 continue
             if self.interrupts_to_ignore:

@@ -19,8 +19,8 @@ def njit(function: Callable | None = None, *, fastmath: Collection[str] = ()) ->
     """Compile a function with `numba.njit` (without the GIL), and cache the machine code on disk.
     Use it as a decorator, `@njit` or `@njit(fastmath=...)`.
 
-    function: the function; None in the form with arguments
-    fastmath: LLVM fast-math flags; sums are vectorised only with FASTMATH_REASSOCIATE
+    function: the function; None if the decorator is used with arguments
+    fastmath: LLVM fast-math flags. The compiler vectorises sums only with FASTMATH_REASSOCIATE
 
     The cache is next to the source file or in the user's cache folder. If neither is writable, or
     if the disk is full, every process compiles the function again.

@@ -1,8 +1,9 @@
 """Helpers for optional packages: parts of this project that may be deleted without breaking the
 rest. tests/test_optional_packages.py deletes each of them.
 
-Other code refers to an optional package only through entry points "module:name" in tables of
-features. If the module is missing, its feature is left out, and an error message explains why.
+Tables of features refer to optional packages by entry points, which are texts "module:name". Other
+code does not import these packages. If the module of a feature is missing, the feature is left out,
+and an error message explains why.
 """
 
 from importlib.util import find_spec

@@ -14,7 +14,7 @@ from typing import Any
 from infer.utils.checks import TEXT_OR_FILE_METADATA_KEY
 from infer.utils.files import read_small_regular_file
 
-# Numbers up to this bound fit into 64-bit integers, also after small additions.
+# Numbers below this bound fit into 64-bit integers, also after small numbers are added to them.
 NUMERIC_OPTION_ABSOLUTE_VALUE_BOUND = 2**62
 MAX_OPTION_TEXT_FILE_BYTES = 16 << 20
 # Groups of presets in conf/. If two presets set the same option, the preset of the later group
@@ -35,16 +35,14 @@ def print_help(options_class: Any, values: dict, config_folder: Path) -> None:
     """
     print("\n".join(describe_options(options_class, values)))
     print(
-        "\nGroups of options (choose with GROUP=NAME; target and data also take a path, such as "
-        "data=chats.jsonl):"
+        "\nGroups of options (choose with GROUP=NAME; target and data also take a path, such as data=chats.jsonl):"
     )
     groups = [path for path in config_folder.iterdir() if path.is_dir() and path.name != "hydra"]
     for group in sorted(groups):
         names = sorted(file.stem for file in group.glob("*.yaml"))
         print(f"  {group.name}: {', '.join(names)}")
     print(
-        "\n--cfg job prints the configuration. --hydra-help explains Hydra's own options, such as "
-        "-m for a sweep."
+        "\n--cfg job prints the configuration. --hydra-help explains Hydra's own options, such as -m for a sweep."
     )
 
 
@@ -157,8 +155,7 @@ def read_text_or_file_option(key: str, text: str) -> str:
         return read_small_regular_file(Path(text[1:]).expanduser(), MAX_OPTION_TEXT_FILE_BYTES)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{key}={text}: the file could not be read ({error}); if you mean the text {text} and "
-            f"not a file, write @{text}"
+            f"{key}={text}: the file could not be read ({error}); if you mean the text {text} and not a file, write @{text}"
         ) from error
 
 

@@ -113,8 +113,9 @@ class Progress:
 
     activity: the work, such as "evaluating"
     unit: what is counted, such as "prompts"
-    initial_count: amount done before a resumption, which is not counted in the rate
-    quiet: print nothing, for distributed processes other than the first
+    initial_count: amount that was done before the work was resumed, which is not counted in the
+        rate
+    quiet: print nothing. Set it in all distributed processes except the first
     stream: where lines are printed; None means standard error
     minutes: time limit of the work; None means that the work has no time limit
     """
@@ -150,7 +151,8 @@ class Progress:
         return self.explicit_stream or sys.stderr
 
     def __call__(self, count: int, total: int | None = None, note: str = "") -> None:
-        """Report that `count` of `total` units are done, and print a line if it is time to.
+        """Record that `count` of `total` units are done. Print a line if the last one was printed
+        long enough ago.
 
         total: number of units of the whole work; None if the number is unknown
         note: text at the end of the line
@@ -221,8 +223,9 @@ class Progress:
         self.has_open_line = end == ""
 
     def end_open_line(self) -> None:
-        """Print a line break if a progress line is shown, so that later output starts on a new
-        line."""
+        """End the progress line on the terminal, if there is one, so that later output starts on a
+        new line.
+        """
         if self.has_open_line:
             print(file=self.stream, flush=True)
             self.has_open_line = False

@@ -10,8 +10,8 @@ REDACTED_TEXT = "<redacted>"
 SECRET_NAME_PATTERN = re.compile(
     r"(^|_|-)(api_?key|key|token|password|passwd|secret|credentials?)$", re.IGNORECASE
 )
-# Matches texts that look like secrets: keys of the Hugging Face hub, of OpenAI and of W&B, and the
-# user name with its password, or a parameter such as token=, in a URL.
+# Matches texts that look like secrets: keys of the Hugging Face hub, of OpenAI and of W&B; and in a
+# URL, the user name with its password, or a parameter such as token=.
 SECRET_VALUE_PATTERN = re.compile(
     r"\bhf_\w{16,}|\bsk-[\w-]{16,}|\blocal-[0-9a-f]{40}\b|(?<=://)[^/\s:@]*:[^/\s@]+(?=@)"
     r"|(?<=[?&])(?:[\w-]*[_-])?(?:api_?key|key|token|password|passwd|secret)=[^&\s\"']+",

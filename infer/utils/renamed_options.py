@@ -8,9 +8,9 @@ resumed and its checkpoints can be used.
 import re
 from typing import Any
 
-# Keys are old option names, values are the new names. All are full names, as on the command line. A
-# name without a dot is an option of only one command (train, features, regenerate, ngram or
-# diffusion).
+# Keys are old option names, values are the new names, as they are written on the command line. An
+# option without a dot in its name belongs to only one command (train, features, regenerate, ngram
+# or diffusion).
 RENAMED_OPTIONS = {
     "anchors": "anchors_per_sequence",
     "document_anchors": "anchors_per_document",
@@ -63,8 +63,8 @@ RENAMED_OPTIONS = {
 
 
 def explain_renamed_option_error(message: str) -> str | None:
-    """Return a sentence with the new name of an option if an error message of OmegaConf is about
-    its old name. Return None for all other messages.
+    """If an error message of OmegaConf is about the old name of an option, return a sentence with
+    the new name. Return None for all other messages.
 
     message: OmegaConf's message, which names the option as in "full_key: optim.batch"
     """

@@ -825,7 +825,7 @@ def test_a_padded_draft_vocabulary_drafts_no_token_that_the_target_lacks(kind, t
 
     weights = load_file(folder / "model.safetensors")
     save_file(weights | {"d2t": torch.ones(V + 7, dtype=torch.long)}, folder / "model.safetensors")
-    with pytest.raises(ValueError, match="draft_vocab_size is more than vocab_size, and d2t"):
+    with pytest.raises(ValueError, match="is more than vocab_size, and the tensor d2t"):
         load_drafter(folder)
 
 

@@ -219,7 +219,7 @@ def test_models_and_methods_of_two_kinds_do_not_mix(make_masked, make_tiny, fold
         generate(model, None, [[]], max_new_tokens=8)
     with pytest.raises(ValueError, match="token id 64, but the model has only the ids 0 to 63"):
         generate(model, None, [64], max_new_tokens=8)
-    with pytest.raises(ValueError, match="may take 129 positions together, and the target has 128"):
+    with pytest.raises(ValueError, match="need 129 positions, but the target supports only 128"):
         generate(model, None, [1] * 113, max_new_tokens=15)  # 15 tokens take blocks of 16 positions
     assert is_masked_diffusion(str(folder)) and not is_masked_diffusion("embedded")
     assert set(MASK_TOKEN_AND_SHIFT_BY_REMOTE_MODEL_TYPE) == set(
