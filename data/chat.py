@@ -115,7 +115,7 @@ def normalise_example(record: object, ends_with_answer: bool = True) -> dict[str
     - {"text"}
 
     Raises InvalidExample if the record is malformed. Raises ExcludedExample if the record has
-    nothing to train on, and, if `with_answer` is False, if the record has no question.
+    nothing to train on, and, if `ends_with_answer` is False, if the record has no question.
     """
     fields = rename_keys_and_drop_nulls(record, COLUMN_ALIASES, "an example must be a JSON object")
     prompt = fields.get("prompt", "")
@@ -171,10 +171,10 @@ def _normalise_chat(fields: dict, ends_with_answer: bool) -> dict[str, Any]:
 
     if ends_with_answer:
         messages = _truncate_after_cut_answer(messages)
-    # If with_answer is True (training), a last question without an answer is dropped, because none
+    # If ends_with_answer is True (training), a last question without an answer is dropped, because none
     # of its tokens carries loss. If it is False, the answer to the last question is dropped,
     # because the target will generate a new one.
-    while messages and (messages[-1]["role"] == "assistant") != with_answer:
+    while messages and (messages[-1]["role"] == "assistant") != ends_with_answer:
         messages.pop()
 
     answers = [message for message in messages if message["role"] == "assistant"]

@@ -97,7 +97,9 @@ class ExampleCounts:
         max_invalid_count = max_invalid_fraction * self.total
         if invalid_count > max_invalid_count:
             raise ValueError(
-                f"{invalid_count:,} of {self.total:,} examples are invalid; data.max_invalid_fraction={max_invalid_fraction:g} allows {int(max_invalid_count):,}. First: {self.first_invalid}"
+                f"{invalid_count:,} of {self.total:,} examples are invalid; "
+                f"data.max_invalid_fraction={max_invalid_fraction:g} allows "
+                f"{int(max_invalid_count):,}. First: {self.first_invalid}"
             )
 
     def summarise_unused(self) -> str:
@@ -117,7 +119,8 @@ class ExampleCounts:
         invalid_count = sum(self.invalid.values())
         left_over = f"{self.not_taken:,} left over, " if self.not_taken else ""
         lines = [
-            f"examples   {self.total:,} read: {self.used:,} used, {self.held_out:,} held out, {left_over}{excluded_count:,} excluded, {invalid_count:,} invalid"
+            f"examples   {self.total:,} read: {self.used:,} used, {self.held_out:,} held out, "
+            f"{left_over}{excluded_count:,} excluded, {invalid_count:,} invalid"
         ]
         lines += _format_reasons("excluded", self.excluded)
         lines += _format_reasons("invalid", self.invalid)

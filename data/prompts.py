@@ -119,7 +119,8 @@ def select_evaluation_prompts(
     prompts = candidates[:count]
     if not prompts:
         raise ValueError(
-            f"data.source={config.source}: no evaluation prompt could be made from the held-out examples; use more or longer examples"
+            f"data.source={config.source}: no evaluation prompt could be made from the held-out "
+            "examples; use more or longer examples"
         )
     has_chats = any(kind.startswith(CHAT_PROMPT_KIND_PREFIX) for kind in prompts_by_kind)
     outside_prompts = load_external_prompts(tokenizer, prompt_tokens, has_chats)

@@ -102,7 +102,8 @@ class DataConfig:
             )
         if self.source in ("jsonl", "hub") and not self.path:
             raise ValueError(
-                f"data.source={self.source} needs data.path=<a file, a folder, or the name of a data set on the hub>"
+                f"data.source={self.source} needs data.path=<a file, a folder, or the name of a "
+                "data set on the hub>"
             )
         if self.source == "self" and self.max_examples is None:
             raise ValueError(
@@ -113,7 +114,8 @@ class DataConfig:
 
         if (self.source == "mixture") != bool(self.datasets):
             raise ValueError(
-                "data=mixture and data.datasets=[{path: ..., weight: ...}, ...] must be used together; set both or neither"
+                "data=mixture and data.datasets=[{path: ..., weight: ...}, ...] must be used "
+                "together; set both or neither"
             )
         if any(not part.weight > 0 for part in self.datasets):
             weights = [part.weight for part in self.datasets]
@@ -127,7 +129,8 @@ class DataConfig:
                 raise ValueError(f"data.{name}={value} is too small; set it to at least {minimum}")
         if self.max_invalid_fraction > 1:
             raise ValueError(
-                f"data.max_invalid_fraction={self.max_invalid_fraction:g} is not a fraction of the examples; set it to a number from 0 to 1"
+                f"data.max_invalid_fraction={self.max_invalid_fraction:g} is not a fraction of "
+                "the examples; set it to a number from 0 to 1"
             )
 
     def _check_path(self, path: str) -> None:
@@ -184,7 +187,8 @@ def refuse_embedded_answers(config: DataConfig, target_path: str, alternatives: 
     """
     if config.source == "embedded" and target_path != "embedded":
         raise ValueError(
-            f"data.source=embedded has answers of the embedded target, not of target.path={target_path}; use data.path=<your files>, data=stdlib{alternatives}"
+            "data.source=embedded has answers of the embedded target, not of "
+            f"target.path={target_path}; use data.path=<your files>, data=stdlib{alternatives}"
         )
 
 
@@ -216,7 +220,8 @@ def list_data_files(path: str) -> list[Path]:
     for file in files:
         if file.exists() and not file.is_file():
             raise ValueError(
-                f"data.path={path}: {file} is a device, pipe or folder; only regular files can be read"
+                f"data.path={path}: {file} is a device, pipe or folder; only regular files can be "
+                "read"
             )
     return files
 
@@ -238,7 +243,8 @@ def _read_records(config: DataConfig) -> Iterator[tuple[str, object]]:
     except (OSError, ValueError) as error:  # ConnectionError is an OSError
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"data.path={config.path} with data.split={config.split} could not be read from the hub ({reason}); check the name and the split, or use a local copy"
+            f"data.path={config.path} with data.split={config.split} could not be read from the "
+            f"hub ({reason}); check the name and the split, or use a local copy"
         ) from error
     for number, row in enumerate(rows):
         yield f"{config.path}, row {number}", row
@@ -311,7 +317,9 @@ def refuse_self_source(config: DataConfig) -> None:
     """Raise ValueError for data=self, whose examples must first be generated with `regenerate`."""
     if config.source == "self":
         raise ValueError(
-            "data=self stands for questions that the target still has to generate: first run ./launch.sh regenerate data=self target.path=... out=answers.jsonl, then use data=jsonl data.path=answers.jsonl"
+            "data=self stands for questions that the target still has to generate: first run "
+            "./launch.sh regenerate data=self target.path=... out=answers.jsonl, then use "
+            "data=jsonl data.path=answers.jsonl"
         )
 
 
@@ -461,7 +469,8 @@ def read_questions(
         yield from islice(examples, config.max_examples)
     if not counts.used:
         raise ValueError(
-            f"data.path={config.path} contains no example that the target could answer; {counts.summarise_unused()}"
+            f"data.path={config.path} contains no example that the target could answer; "
+            f"{counts.summarise_unused()}"
         )
 
 

@@ -25,7 +25,10 @@ MATH_REASONING_INSTRUCTION = (
     "\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 )
 MATH_PROMPT = "{problem}" + MATH_REASONING_INSTRUCTION
-HUMANEVAL_PROMPT = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{prompt}\n```"
+HUMANEVAL_PROMPT = (
+    "Write a solution to the following problem and make sure that it passes the "
+    "tests:\n```python\n{prompt}\n```"
+)
 SWE_BENCH_PROMPT = "Problem Statement:\n{problem_statement}\nPlease fix the issue described above."
 LIVECODEBENCH_PROMPT = (
     "You are an expert Python programmer. You will be given a question (problem specification) and "
@@ -295,7 +298,9 @@ class SuiteConfig:
             )
         if not self.temperatures or not all(map(_is_valid_temperature, self.temperatures)):
             raise ValueError(
-                f"suite.temperatures={list(self.temperatures)} is invalid; set at least one temperature, and each to 0 for greedy decoding or to at least {MIN_NONZERO_SUITE_TEMPERATURE} for sampling"
+                f"suite.temperatures={list(self.temperatures)} is invalid; set at least one "
+                "temperature, and each to 0 for greedy decoding or to at least "
+                f"{MIN_NONZERO_SUITE_TEMPERATURE} for sampling"
             )
         if self.folder is None and self.name == "files":
             raise ValueError(
@@ -327,14 +332,16 @@ class SuiteConfig:
             ]
         if not available:
             raise ValueError(
-                f"suite.folder={self.folder} contains no question set; expected a file such as gsm8k.jsonl"
+                f"suite.folder={self.folder} contains no question set; expected a file such as "
+                "gsm8k.jsonl"
             )
 
         requested = self.sets or [question_set.name for question_set in public_sets]
         missing = [name for name in requested if name not in available]
         if missing:
             raise ValueError(
-                f"the question sets {', '.join(missing)} are not available; choose from {', '.join(available)} with suite.sets=[...]"
+                f"the question sets {', '.join(missing)} are not available; choose from {', '.join(available)} "
+                "with suite.sets=[...]"
             )
         if not self.sets:
             return available
@@ -393,7 +400,8 @@ def load_suite(config: SuiteConfig) -> list[LoadedQuestionSet]:
         ]
         if not chats:
             raise ValueError(
-                f"suite.folder={config.folder} contains no questions of the question set {name}; leave it out of suite.sets"
+                f"suite.folder={config.folder} contains no questions of the question set {name}; "
+                "leave it out of suite.sets"
             )
         suite.append(LoadedQuestionSet(name, title, sample_chats(chats, limit)))
     return suite
@@ -441,7 +449,8 @@ def load_hub_records(question_set: QuestionSet) -> Iterator[tuple[str, dict]]:
     except (OSError, ValueError) as error:  # ConnectionError is an OSError
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"{question_set.title} ({hub}) could not be read from the hub ({reason}); use local copies with suite.folder=..., or choose other question sets with suite.sets=[...]"
+            f"{question_set.title} ({hub}) could not be read from the hub ({reason}); use local "
+            "copies with suite.folder=..., or choose other question sets with suite.sets=[...]"
         ) from error
     for number, row in enumerate(rows.select_columns([*question_set.columns])):
         yield f"{hub}, row {number}", row
@@ -464,7 +473,8 @@ def build_chat(question_set: QuestionSet | None, location: str, record: object) 
         missing = [name for name in question_set.columns if name not in row]
         if missing:
             raise ValueError(
-                f'{location}: a row of {question_set.title} must have a column "{missing[0]}", or a column "turns" whose value is a list of texts'
+                f'{location}: a row of {question_set.title} must have a column "{missing[0]}", or '
+                'a column "turns" whose value is a list of texts'
             )
         return build_user_turns(question_set.format_turns(row))
 
@@ -474,11 +484,13 @@ def build_chat(question_set: QuestionSet | None, location: str, record: object) 
     )
     if not turns or not is_list_of_texts:
         raise ValueError(
-            f'{location}: a row must be a JSON object with the key "turns", whose value is a list of texts'
+            f'{location}: a row must be a JSON object with the key "turns", whose value is a list '
+            "of texts"
         )
     if any(text.startswith(WITHHELD_TEXT_PREFIX) for text in turns):
         raise ValueError(
-            f"{location}: the hub does not have the text of this row; run SPEED-Bench's own script and use suite.folder=<the script's output>"
+            f"{location}: the hub does not have the text of this row; run SPEED-Bench's own "
+            "script and use suite.folder=<the script's output>"
         )
     return build_user_turns(turns)
 

@@ -195,7 +195,8 @@ def open_engine(
         return Engine(target, drafter, options, capacity, clock)
     if drafter is not None:
         raise ValueError(
-            f"{target.name} is a masked diffusion model, which cannot be used with a drafter: give None as the drafter"
+            f"{target.name} is a masked diffusion model, which cannot be used with a drafter: "
+            "give None as the drafter"
         )
     return resolve_name(target.engine_class)(target, options, capacity, clock)
 
@@ -250,7 +251,8 @@ class IncrementalDetokenizer:
     ) -> None:
         if target.tokenizer is None:
             raise ValueError(
-                "this target has no tokenizer, so text cannot be streamed: use generate, which returns token ids"
+                "this target has no tokenizer, so text cannot be streamed: use generate, which "
+                "returns token ids"
             )
         self.target = target
         self.sequence = sequence
@@ -348,7 +350,8 @@ def check_prompt_lengths(
     limit = max_positions(target)
     if positions > limit:
         raise ValueError(
-            f"prompt and output together may need {positions} positions, but the target supports only {limit}: shorten the prompt or reduce max_new_tokens"
+            f"prompt and output together may need {positions} positions, but the target supports "
+            f"only {limit}: shorten the prompt or reduce max_new_tokens"
         )
 
 

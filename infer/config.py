@@ -86,7 +86,9 @@ class TargetConfig:
         )
         if self.quantization == "int8" and (self.dtype not in ("auto", "float32") or self.shard):
             raise ValueError(
-                f"target.quantization=int8 cannot be combined with target.dtype={self.dtype} and target.shard={str(self.shard).lower()}: it needs target.dtype=auto or float32, and target.shard=false"
+                f"target.quantization=int8 cannot be combined with target.dtype={self.dtype} and "
+                f"target.shard={str(self.shard).lower()}: it needs target.dtype=auto or float32, "
+                "and target.shard=false"
             )
         if not re.fullmatch(r"auto|[a-z]+(:[0-9]{1,4})?", self.device):
             raise ValueError(
@@ -95,7 +97,8 @@ class TargetConfig:
         for name, value in self.chat_template_kwargs.items():
             if not name.isidentifier() or not isinstance(value, bool | int | float | str | None):
                 raise ValueError(
-                    f"target.chat_template_kwargs.{name}={value}: the name must be an identifier, and the value null, true, false, a number or a text"
+                    f"target.chat_template_kwargs.{name}={value}: the name must be an identifier, "
+                    "and the value null, true, false, a number or a text"
                 )
 
 
@@ -225,7 +228,9 @@ class DrafterConfig:
         require_one_of(self, "drafter.", last_layer_output=("raw", "normed"))
         if self.sliding_window is not None and self.sliding_window < self.block_size:
             raise ValueError(
-                f"drafter.sliding_window={self.sliding_window}: the last positions of a block would not attend to the block's bonus token; give at least drafter.block_size={self.block_size}"
+                f"drafter.sliding_window={self.sliding_window}: the last positions of a block "
+                "would not attend to the block's bonus token; give at least "
+                f"drafter.block_size={self.block_size}"
             )
 
 
@@ -279,7 +284,8 @@ class SamplingOptions:
             raise ValueError(f"{' and '.join(grammars)}: give at most one of them")
         if grammars and self.ignore_eos:
             raise ValueError(
-                f"ignore_eos=true cannot be combined with {grammars[0]}, because the output ends where the grammar ends: remove ignore_eos or {grammars[0]}"
+                f"ignore_eos=true cannot be combined with {grammars[0]}, because the output ends "
+                f"where the grammar ends: remove ignore_eos or {grammars[0]}"
             )
         require_at_least(self, max_new_tokens=1, top_k=0, loop_period=0)
         require_valid_temperature(self)
@@ -289,7 +295,8 @@ class SamplingOptions:
             raise ValueError(f"min_p={self.min_p}: must be between 0 and 1")
         if not 0 < self.repetition_penalty < float("inf"):
             raise ValueError(
-                f"repetition_penalty={self.repetition_penalty}: must be above 0 and finite; 1 means no penalty"
+                f"repetition_penalty={self.repetition_penalty}: must be above 0 and finite; 1 "
+                "means no penalty"
             )
         if any(not stop_string for stop_string in self.stop):
             raise ValueError(
@@ -297,7 +304,8 @@ class SamplingOptions:
             )
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROB_ALTERNATIVES:
             raise ValueError(
-                f"logprobs={self.logprobs}: must be null or a number from 0 to {MAX_LOGPROB_ALTERNATIVES}"
+                f"logprobs={self.logprobs}: must be null or a number from 0 to "
+                f"{MAX_LOGPROB_ALTERNATIVES}"
             )
 
 
@@ -405,18 +413,21 @@ class EngineConfig:
             and not self.tree_method.uses_sequence_ngrams
         ):
             raise ValueError(
-                f"ngrams={NGRAMS_OPTION_CURRENT_SEQUENCE} works with method=ddtree only, not with {self.method}"
+                f"ngrams={NGRAMS_OPTION_CURRENT_SEQUENCE} works with method=ddtree only, not with "
+                f"{self.method}"
             )
         if self.method == "static" and self.budget != "auto" and self.width > self.budget:
             raise ValueError(
-                f"width={self.width} is larger than budget={self.budget}: with method=static, budget must be at least width"
+                f"width={self.width} is larger than budget={self.budget}: with method=static, "
+                "budget must be at least width"
             )
         if self.uses_ngrams and not self.tree_method.needs_ngrams:
             methods = [
                 name for name, row in TREE_METHODS.items() if row.needs_ngrams or row.ngram_variant
             ]
             raise ValueError(
-                f"ngrams={self.ngrams} works with method={' or '.join(methods)} only, not with {self.method}"
+                f"ngrams={self.ngrams} works with method={' or '.join(methods)} only, not with "
+                f"{self.method}"
             )
         if (
             self.budget == "auto"
@@ -425,11 +436,13 @@ class EngineConfig:
         ):
             methods = [name for name, row in TREE_METHODS.items() if row.sorts_nodes_by_probability]
             raise ValueError(
-                f"budget=auto works with method={' or '.join(methods)} only, not with {self.method}: give budget as a number of nodes"
+                f"budget=auto works with method={' or '.join(methods)} only, not with "
+                f"{self.method}: give budget as a number of nodes"
             )
         if self.budget != "auto" and self.budget < 1:
             raise ValueError(
-                f"budget={self.budget}: must be at least 1 node; use method=plain to decode without a drafter"
+                f"budget={self.budget}: must be at least 1 node; use method=plain to decode "
+                "without a drafter"
             )
 
 
@@ -495,5 +508,6 @@ class EvaluationConfig:
         require_positive(self, "evaluation.", "max_minutes")
         if not self.budgets or any(budget < 1 for budget in self.budgets):
             raise ValueError(
-                f"evaluation.budgets={list(self.budgets)}: give one or more node budgets, each at least 1"
+                f"evaluation.budgets={list(self.budgets)}: give one or more node budgets, each at "
+                "least 1"
             )

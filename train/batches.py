@@ -68,7 +68,9 @@ def load_packed_sequences(config: TrainConfig, target: Target) -> CountedDataset
             prepared = prepare_packed_dataset(config.data, tokenizer, digest, progress)
         except (OSError, ArrowException) as error:
             raise ValueError(
-                f"the cache of packed training sequences in {HF_DATASETS_CACHE} cannot be used ({error}). Check the free disk space. If the cache is damaged, delete it: the same command creates it again"
+                f"the cache of packed training sequences in {HF_DATASETS_CACHE} cannot be used "
+                f"({error}). Check the free disk space. If the cache is damaged, delete it: the "
+                "same command creates it again"
             ) from error
         refuse_empty_dataset(prepared.counts)
         return prepared
@@ -187,7 +189,9 @@ class BatchPrefetcher:
             files = [file["filename"] for file in getattr(self.dataset, "cache_files", [])]
             source = f" from {', '.join(files)}" if files else ""
             raise RunAborted(
-                f"packed training sequences cannot be read{source} ({type(error).__name__}: {error}). Check the disk and the file. The same command continues from the newest checkpoint"
+                f"packed training sequences cannot be read{source} ({type(error).__name__}: "
+                f"{error}). Check the disk and the file. The same command continues from the "
+                "newest checkpoint"
             ) from error
         micro_batches = self.next_batches.result()
         self.next_batches = self.executor.submit(self.prepare_step)

@@ -33,12 +33,12 @@ class TeacherChunk(NamedTuple):
 def prepare_teacher_distributions(
     logits: torch.Tensor, divergence: Divergence, needs_overlap: bool
 ) -> TeacherChunk:
-    """Return the target's distributions in the form that `compare_rows` needs for `divergence`: as
-    probabilities, or as the logits themselves.
+    """Return the target's distributions in the form that `compute_row_divergences_and_gradients`
+    needs for `divergence`: as probabilities, or as the logits themselves.
 
     logits: (num_distributions, vocab_size) the target's logits. This function overwrites the
-    tensor. needs_overlap: whether `compare_rows` will also compute the overlap sum_v min(p, q) of
-    target and drafter.
+    tensor. needs_overlap: whether `compute_row_divergences_and_gradients` will also compute the
+    overlap sum_v min(p, q) of target and drafter.
     """
     likeliest_tokens = logits.argmax(-1)
     reads_probabilities = needs_overlap or not divergence.labels_only
@@ -131,8 +131,8 @@ def _compute_slice_divergences_and_gradients(
     excluded: torch.Tensor | None,
     needs_overlap: bool,
 ) -> RowComparison:
-    """Do the same as `compare_rows` for a slice of its rows. The arguments contain only these
-    rows."""
+    """Do the same as `compute_row_divergences_and_gradients` for a slice of its rows. The arguments
+    contain only these rows."""
     if excluded is not None:
         student.masked_fill_(excluded, LOGIT_OF_NON_CANDIDATE_TOKENS)
     max_logits = student.amax(-1, keepdim=True)

@@ -60,7 +60,8 @@ class ObjectiveConfig:
         )
         if not self.gamma > 0 or (self.position_weights == "gamma" and self.gamma > 1):
             raise ValueError(
-                f"objective.gamma={self.gamma} is not allowed: it must be above 0, and with objective.position_weights=gamma at most 1"
+                f"objective.gamma={self.gamma} is not allowed: it must be above 0, and with "
+                "objective.position_weights=gamma at most 1"
             )
         require_at_least(self, "objective.", chunk_rows=1, marginal_weight=0)
 
@@ -114,11 +115,13 @@ class OptimConfig:
         require_at_least(self, "optim.", batch_size=1, micro_batch_size=1, steps=1)
         if not 0 <= self.warmup_ratio < 1:
             raise ValueError(
-                f"optim.warmup_ratio={self.warmup_ratio} is not allowed: it is a fraction of the run and must be from 0 to below 1"
+                f"optim.warmup_ratio={self.warmup_ratio} is not allowed: it is a fraction of the "
+                "run and must be from 0 to below 1"
             )
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(
-                f"optim.betas={list(self.betas)} is not allowed: both numbers must be from 0 to below 1"
+                f"optim.betas={list(self.betas)} is not allowed: both numbers must be from 0 to "
+                "below 1"
             )
 
 
@@ -139,7 +142,8 @@ class DeepSpeedConfig:
         require_one_of(self, "deepspeed.", stage=(0, 1, 2, 3))
         if self.offload and self.stage == 0:
             raise ValueError(
-                "deepspeed.offload=true needs deepspeed.stage=1, 2 or 3, and deepspeed.stage=0 is given. Use one of these stages, or deepspeed.offload=false"
+                "deepspeed.offload=true needs deepspeed.stage=1, 2 or 3, and deepspeed.stage=0 is "
+                "given. Use one of these stages, or deepspeed.offload=false"
             )
 
 
@@ -243,7 +247,8 @@ class TrainConfig:
         require_positive(self, "", "stall_timeout_minutes", "save_interval_minutes")
         if self.optim.name == "muon" and self.deepspeed.stage > 0:
             raise ValueError(
-                f"optim.name=muon does not support deepspeed.stage={self.deepspeed.stage}, which shards the optimiser's state: use deepspeed.stage=0 or optim.name=adamw"
+                f"optim.name=muon does not support deepspeed.stage={self.deepspeed.stage}, which "
+                "shards the optimiser's state: use deepspeed.stage=0 or optim.name=adamw"
             )
         check_zero_stage(self.drafter.family, self.deepspeed.stage)
         if self.drafter.init is None or self.drafter.head.name != "none":
@@ -254,19 +259,25 @@ class TrainConfig:
         refuse_embedded_answers(self.data, self.target.path)
         if self.features and not (Path(self.features) / "manifest.json").is_file():
             raise ValueError(
-                f"features={self.features}: this folder has no stored features. ./launch.sh features out={self.features} writes them"
+                f"features={self.features}: this folder has no stored features. ./launch.sh "
+                f"features out={self.features} writes them"
             )
         if self.features and self.target.shard:
             raise ValueError(
-                f"features={self.features} cannot be combined with target.shard=true, because training from stored features keeps no target layers in memory: use target.shard=false"
+                f"features={self.features} cannot be combined with target.shard=true, because "
+                "training from stored features keeps no target layers in memory: use "
+                "target.shard=false"
             )
         if self.anchors_per_sequence > self.data.length - 2:
             raise ValueError(
-                f"anchors_per_sequence={self.anchors_per_sequence} is too large: a packed sequence of data.length={self.data.length} tokens has room for at most {self.data.length - 2} anchors"
+                f"anchors_per_sequence={self.anchors_per_sequence} is too large: a packed "
+                f"sequence of data.length={self.data.length} tokens has room for at most "
+                f"{self.data.length - 2} anchors"
             )
         if self.drafter.block_size >= self.data.length:
             raise ValueError(
-                f"drafter.block_size={self.drafter.block_size} is too large: it must be below data.length={self.data.length}"
+                f"drafter.block_size={self.drafter.block_size} is too large: it must be below "
+                f"data.length={self.data.length}"
             )
 
 
@@ -275,7 +286,8 @@ def check_run_name(name: str) -> None:
     is_short = len(name.encode()) <= MAX_RUN_NAME_BYTES
     if not name or "/" in name or name.startswith(".") or not name.isprintable() or not is_short:
         raise ValueError(
-            f"name={name} is not allowed: the name of a run must be a folder name of 1 to {MAX_RUN_NAME_BYTES} printable bytes, without a slash and without a leading dot"
+            f"name={name} is not allowed: the name of a run must be a folder name of 1 to "
+            f"{MAX_RUN_NAME_BYTES} printable bytes, without a slash and without a leading dot"
         )
 
 
@@ -291,24 +303,30 @@ def check_conditional_head_options(config: TrainConfig) -> None:
     if config.trainable == "head":
         if config.drafter.init is None:
             raise ValueError(
-                "trainable=head trains the conditional head of an existing drafter: give the drafter with drafter.init=<folder or hub id>"
+                "trainable=head trains the conditional head of an existing drafter: give the "
+                "drafter with drafter.init=<folder or hub id>"
             )
         if head is None:
             raise ValueError(
-                "trainable=head: the drafter has no conditional head. Give it one, for example with head=markov"
+                "trainable=head: the drafter has no conditional head. Give it one, for example "
+                "with head=markov"
             )
         if stage > 0:
             raise ValueError(
-                f"trainable=head does not support deepspeed.stage={stage}, because DeepSpeed cannot shard the state of frozen weights: use deepspeed.stage=0"
+                f"trainable=head does not support deepspeed.stage={stage}, because DeepSpeed "
+                "cannot shard the state of frozen weights: use deepspeed.stage=0"
             )
     if head is not None and stage > 2:
         raise ValueError(
-            f"head={name} does not support deepspeed.stage={stage}, which shards the parameters: use deepspeed.stage=0, 1 or 2"
+            f"head={name} does not support deepspeed.stage={stage}, which shards the parameters: "
+            "use deepspeed.stage=0, 1 or 2"
         )
     if config.objective.marginal_weight and (head is None or not head.adds_to_logits):
         supported = " or ".join(
             row.name for row in CONDITIONAL_HEADS.values() if row.adds_to_logits
         )
         raise ValueError(
-            f"objective.marginal_weight={config.objective.marginal_weight} needs head={supported}, and head={name} is given. Use objective.marginal_weight=0 or another head"
+            f"objective.marginal_weight={config.objective.marginal_weight} needs "
+            f"head={supported}, and head={name} is given. Use objective.marginal_weight=0 or "
+            "another head"
         )

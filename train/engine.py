@@ -35,9 +35,9 @@ def get_drafter_matmul_dtype(config: TrainConfig, device: torch.device) -> torch
 def get_training_target_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
     """Return the dtype of the frozen target in training steps.
 
-    On a CPU with target.dtype=auto, this is the dtype of the drafter's matmuls (`compute_dtype`).
-    Evaluations on a CPU with target.dtype=auto use float32 instead, because in lower precision
-    rounding could change the greedy outputs.
+    On a CPU with target.dtype=auto, this is the dtype of the drafter's matmuls
+    (`get_drafter_matmul_dtype`). Evaluations on a CPU with target.dtype=auto use float32 instead,
+    because in lower precision rounding could change the greedy outputs.
     """
     if config.target.dtype == "auto" and device.type == "cpu" and not config.target.shard:
         return get_drafter_matmul_dtype(config, device)

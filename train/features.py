@@ -166,7 +166,10 @@ def write_features(
     if (out / FEATURES_MANIFEST_FILE).exists():
         existing = read_manifest(out)
         existing |= rename_old_options({"data": existing["data"]})
-        message = f"out={out} has features that were computed with another {{keys}}: choose another folder with out="
+        message = (
+            f"out={out} has features that were computed with another {{keys}}: choose another "
+            "folder with out="
+        )
         refuse_changed_settings(
             existing,
             manifest,
@@ -273,7 +276,8 @@ def read_manifest(folder: Path) -> dict:
     file = folder / FEATURES_MANIFEST_FILE
     if not file.is_file():
         raise FileNotFoundError(
-            f"features={folder}: this folder has no {FEATURES_MANIFEST_FILE}, so it has no stored features. ./launch.sh features out={folder} writes them"
+            f"features={folder}: this folder has no {FEATURES_MANIFEST_FILE}, so it has no stored "
+            f"features. ./launch.sh features out={folder} writes them"
         )
     try:
         manifest = json.loads(file.read_text())
@@ -282,7 +286,8 @@ def read_manifest(folder: Path) -> dict:
         is_valid = False
     if not is_valid:
         raise ValueError(
-            f"{file} is damaged, or was written by another version of this program: delete its folder and store the features again with ./launch.sh features"
+            f"{file} is damaged, or was written by another version of this program: delete its "
+            "folder and store the features again with ./launch.sh features"
         )
 
     # A manifest of an earlier version can have other data options. Unknown options are dropped, and
@@ -308,18 +313,22 @@ class StoredFeatures:
         shards = self.manifest["shards"]
         if sum(shard["rows"] for shard in shards) < self.manifest["rows"]:
             raise ValueError(
-                f"{self.folder} has the hidden states of only some packed sequences: run the same ./launch.sh features command again to compute the others"
+                f"{self.folder} has the hidden states of only some packed sequences: run the same "
+                "./launch.sh features command again to compute the others"
             )
         for shard in shards:
             file = self.folder / shard["file"]
             if not file.is_file():
                 raise ValueError(
-                    f"{file} is missing: restore it, or store the features again with ./launch.sh features in a new folder"
+                    f"{file} is missing: restore it, or store the features again with ./launch.sh "
+                    "features in a new folder"
                 )
             num_bytes = file.stat().st_size
             if num_bytes != shard["bytes"]:
                 raise ValueError(
-                    f"{file} is truncated or altered: it has {num_bytes} bytes, and the manifest says {shard['bytes']}. Restore it, or store the features again with ./launch.sh features in a new folder"
+                    f"{file} is truncated or altered: it has {num_bytes} bytes, and the manifest "
+                    f"says {shard['bytes']}. Restore it, or store the features again with "
+                    "./launch.sh features in a new folder"
                 )
 
         # for every packed sequence, a tuple of its shard's number and its index in the shard
@@ -346,7 +355,11 @@ class StoredFeatures:
         stored["target"] = {"quantization": quantization} | stored["target"]
         if set(dependencies["layers"]) <= set(stored["layers"]):
             stored["layers"] = dependencies["layers"]
-        message = f"{self.folder} has features that were computed with another {{keys}}: use the options that they were stored with, or store features again with ./launch.sh features in a new folder"
+        message = (
+            f"{self.folder} has features that were computed with another {{keys}}: use the "
+            "options that they were stored with, or store features again with ./launch.sh "
+            "features in a new folder"
+        )
         refuse_changed_settings(stored, dependencies, message, OPTIONS_NOT_CHANGING_STORED_FEATURES)
 
     def select_layers(self, layers: tuple[int, ...]) -> None:
@@ -383,11 +396,14 @@ class StoredFeatures:
                 raise ValueError(f"columns are missing; it has only {', '.join(row)}")
         except (SafetensorError, OSError, IndexError, ValueError) as error:
             raise ValueError(
-                f"{file} is truncated or altered ({error}): restore it, or store the features again with ./launch.sh features in a new folder"
+                f"{file} is truncated or altered ({error}): restore it, or store the features "
+                "again with ./launch.sh features in a new folder"
             ) from error
         if compute_row_checksum(row) != shard["checksums"][row_number]:
             raise ValueError(
-                f"{file} is altered: the checksum of its packed sequence {row_number} differs from the manifest. Restore the file, or store the features again with ./launch.sh features in a new folder"
+                f"{file} is altered: the checksum of its packed sequence {row_number} differs "
+                "from the manifest. Restore the file, or store the features again with "
+                "./launch.sh features in a new folder"
             )
         return row
 
@@ -431,7 +447,8 @@ def store_features(config: FeaturesConfig) -> None:
     gigabytes = len(dataset) * sequence_bytes / 1e9
     print(*prepared.counts.format_lines(), sep="\n")
     print(
-        f"{len(dataset):,} packed sequences of {config.data.length} tokens, {gigabytes:,.2f} GB in {config.out}",
+        f"{len(dataset):,} packed sequences of {config.data.length} tokens, {gigabytes:,.2f} GB "
+        f"in {config.out}",
         flush=True,
     )
     with set_interrupt_message(
@@ -439,5 +456,6 @@ def store_features(config: FeaturesConfig) -> None:
     ):
         out = write_features(config, target, layers, dataset, Progress("features", "rows"))
     print(
-        f"To train from these hidden states, run ./launch.sh features={out} with the same options for target, drafter and data"
+        f"To train from these hidden states, run ./launch.sh features={out} with the same options "
+        "for target, drafter and data"
     )

@@ -107,13 +107,15 @@ def run_steps(run: RunState) -> Path:
                 # If the run stops now, the checkpoint is evaluated when the run is resumed.
                 if checkpoint_due and not stop:
                     with allow_immediate_interrupt(
-                        f"the checkpoint {saved} is complete; the same command evaluates it and continues"
+                        f"the checkpoint {saved} is complete; the same command evaluates it and "
+                        "continues"
                     ):
                         evaluate_newest_checkpoint(run, log)
                 saved_at = time.perf_counter()
             if stop:
                 log.print_line(
-                    f"The run was stopped by {stop_flag.signal_name} after step {step} and saved in {saved}. The same command continues from there"
+                    f"The run was stopped by {stop_flag.signal_name} after step {step} and saved "
+                    f"in {saved}. The same command continues from there"
                 )
                 break
 
@@ -187,11 +189,16 @@ def count_consecutive_skips(run: RunState, metrics: dict, skipped_before: int, l
         index = (step - 1) * batch + i
         rows.append(str(get_shuffled_index(index, len(run.dataset), run.config.seed)))
     subject = "loss and gradient are" if metrics["loss"] is None else "gradient is"
-    message = f"step {step} is skipped, because its {subject} not finite. The step used these packed sequences of the training data: {', '.join(rows)}"
+    message = (
+        f"step {step} is skipped, because its {subject} not finite. The step used these packed "
+        f"sequences of the training data: {', '.join(rows)}"
+    )
     skipped = skipped_before + 1
     if skipped == MAX_CONSECUTIVE_SKIPPED_STEPS:
         raise RunAborted(
-            f"{message}. {skipped} steps in a row were skipped, so the run ends. A skipped step does not change weights and optimiser state. Try optim.precision=float32, a lower optim.lr, or other data"
+            f"{message}. {skipped} steps in a row were skipped, so the run ends. A skipped step "
+            "does not change weights and optimiser state. Try optim.precision=float32, a lower "
+            "optim.lr, or other data"
         )
     log.print_line(message)
     return skipped
@@ -231,7 +238,8 @@ def report_finished_run(run: RunState, log: RunLog) -> None:
         skipped_steps = sum(line["grad_norm"] is None for line in read_step_metrics(run.folder))
     if skipped_steps:
         log.print_line(
-            f"{skipped_steps} of {run.schedule.completed_steps} steps were skipped, because their loss or gradient was not finite"
+            f"{skipped_steps} of {run.schedule.completed_steps} steps were skipped, because their "
+            "loss or gradient was not finite"
         )
     run_on_first_process(lambda: write_and_print_final_report(run.folder, log))
     dist.barrier()

@@ -172,11 +172,17 @@ def describe_duration(config: TrainConfig, prepared: CountedDataset | None) -> s
     this preparation needs, is not on this machine.
     """
     if config.data.source == "self":
-        return "unknown: data=self has no examples yet; ./launch.sh regenerate lets the target generate questions and answers"
+        return (
+            "unknown: data=self has no examples yet; ./launch.sh regenerate lets the target "
+            "generate questions and answers"
+        )
     num_sequences = None
     if prepared is not None and prepared.counts.total > 0:
         if prepared.dataset is None and NO_ANSWER_EXCLUSION_REASON in prepared.counts.excluded:
-            return "unknown: the questions of the data have no answers yet; ./launch.sh regenerate lets the target generate the answers"
+            return (
+                "unknown: the questions of the data have no answers yet; ./launch.sh regenerate "
+                "lets the target generate the answers"
+            )
         if prepared.dataset is None:
             return "unknown: there is no example to learn from"
         num_sequences = len(prepared.dataset)
@@ -273,7 +279,8 @@ def print_memory(estimate: RunMemoryEstimate) -> None:
     if estimate.device.type == "cpu" and PROCESS_MEMORY_FILE.exists():
         total = format_bytes(estimate_cpu_process_memory(estimate))
         print(
-            f"           {total:>10}  peak memory of a process, including the loaded libraries and the target's copies for an evaluation"
+            f"           {total:>10}  peak memory of a process, including the loaded libraries "
+            "and the target's copies for an evaluation"
         )
 
 

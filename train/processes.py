@@ -41,7 +41,8 @@ def select_device(device: str) -> torch.device:
     device_type, _, number = device.partition(":")
     if device_type == "cuda" and number:
         raise ValueError(
-            f"target.device={device} is not allowed, because training uses all visible GPUs: use target.device=cuda and set the environment variable CUDA_VISIBLE_DEVICES={number}"
+            f"target.device={device} is not allowed, because training uses all visible GPUs: use "
+            f"target.device=cuda and set the environment variable CUDA_VISIBLE_DEVICES={number}"
         )
     resolved = resolve_device(device)
     if resolved.type == "cuda":
@@ -145,7 +146,10 @@ def install_signal_handlers() -> StopFlag:
             plan = "the current step is finished"
         else:
             plan = "all processes finish the same step within seconds"
-        message = f"\nCtrl-C: {plan}, then the run is saved. Press Ctrl-C again to stop at once, without saving\n"
+        message = (
+            f"\nCtrl-C: {plan}, then the run is saved. Press Ctrl-C again to stop at once, "
+            "without saving\n"
+        )
         os.write(2, message.encode())
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
@@ -220,7 +224,9 @@ class StallWatchdog(threading.Thread):
     def end_process(self) -> None:
         """Print the process's last activity, and end the process with exit code 3."""
         print(
-            f"error: the process of rank {dist.get_rank()} has made no progress for {self.minutes:g} minutes (stall_timeout_minutes). Its last activity is '{HEARTBEAT.activity}'. The same command continues from the newest checkpoint",
+            f"error: the process of rank {dist.get_rank()} has made no progress for "
+            f"{self.minutes:g} minutes (stall_timeout_minutes). Its last activity is "
+            f"'{HEARTBEAT.activity}'. The same command continues from the newest checkpoint",
             file=sys.stderr,
             flush=True,
         )

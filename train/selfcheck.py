@@ -122,7 +122,10 @@ class TrainingLossCheck:
                 "machine. Try compile=false, which turns torch.compile off. self_check=false turns "
                 "this check off"
             )
-        return f"self-check: {TRAINING_SELF_CHECK_BLOCK_COUNT} blocks computed one at a time differ from the training step by {statistic} {error:.1e}"
+        return (
+            f"self-check: {TRAINING_SELF_CHECK_BLOCK_COUNT} blocks computed one at a time differ "
+            f"from the training step by {statistic} {error:.1e}"
+        )
 
 
 @dataclass(frozen=True)

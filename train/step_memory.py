@@ -261,7 +261,10 @@ def choose_gradient_checkpointing(
         gradient_checkpointing = False
         if device_bytes is not None:
             gradient_checkpointing = step_bytes[False] > MAX_MEMORY_SHARE * device_bytes
-    line = f"memory     {format_bytes(step_bytes[gradient_checkpointing])} on each device at the peak of a step"
+    line = (
+        f"memory     {format_bytes(step_bytes[gradient_checkpointing])} on each device at the "
+        "peak of a step"
+    )
     if device_bytes is not None:
         line += f", of {format_bytes(device_bytes)}"
     alternative = not gradient_checkpointing
@@ -271,7 +274,10 @@ def choose_gradient_checkpointing(
         device_bytes is not None
         and step_bytes[gradient_checkpointing] > MAX_MEMORY_SHARE * device_bytes
     ):
-        line += ". A step may not fit. Options that reduce the memory are optim.micro_batch_size=1, deepspeed=zero2, target.shard=true, and features= (stored features)"
+        line += (
+            ". A step may not fit. Options that reduce the memory are optim.micro_batch_size=1, "
+            "deepspeed=zero2, target.shard=true, and features= (stored features)"
+        )
     return configs[gradient_checkpointing], line
 
 

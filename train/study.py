@@ -75,7 +75,9 @@ class StudyCommand:
             existing_base = json.loads(texts_file.read_text())["base"]
             if existing_base != self.base:
                 raise ValueError(
-                    f"out={self.out} has a study with another base configuration, base={existing_base}; base={self.base} is given. Choose another folder with out="
+                    f"out={self.out} has a study with another base configuration, "
+                    f"base={existing_base}; base={self.base} is given. Choose another folder with "
+                    "out="
                 )
         for variant in self.variants:
             self.compose_run(variant, 0)
@@ -103,7 +105,8 @@ class StudyCommand:
             return compose_checked_options("train", TrainConfig, overrides)
         except ValueError as error:
             raise ValueError(
-                f"variants: {f'the variant {variant}' if variant else 'the base configuration'} is invalid: {error}"
+                f"variants: {f'the variant {variant}' if variant else 'the base configuration'} "
+                f"is invalid: {error}"
             ) from error
 
 
@@ -159,7 +162,8 @@ def train_in_subprocess(run: TrainConfig) -> None:
         process.join()  # after Ctrl-C, wait until the process has saved its run
     if process.exitcode:
         raise RunAborted(
-            f"the training run {run.name} failed with exit code {process.exitcode}; see the error message above"
+            f"the training run {run.name} failed with exit code {process.exitcode}; see the error "
+            "message above"
         )
 
 
@@ -271,8 +275,8 @@ def print_and_write_study_results(
     study.svg. The variant with the largest acceptance length with trees comes first.
 
     results: keys are variants, values are the results of their runs, from
-        `DrafterComparer.replay_last_checkpoint`. The first variant is the one that all variants are compared
-        with.
+        `DrafterComparer.replay_last_checkpoint`. The first variant is the one that all variants are
+        compared with.
     round_seconds: the result of `DrafterComparer.time_rounds`.
     out: the folder to write to.
     """

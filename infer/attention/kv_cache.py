@@ -289,7 +289,7 @@ class KVCache:
         # for every row, the index of its first position in a buffer
         self.first_slots = torch.arange(num_rows, device=device) * capacity
         self.position_offsets = torch.arange(capacity, device=device)
-        # inside `pad_batch`, the number of batch rows of every forward pass; otherwise 0
+        # inside `fix_batch_size`, the number of batch rows of every forward pass; otherwise 0
         self.padded_batch_size = 0
 
     @property

@@ -268,9 +268,9 @@ def build_training_mask(
     `block_size` positions each. The keys are the T positions of the context, then the N *
     block_size positions of the blocks.
 
-    starts: (B, N) int64, the position at which each block begins. For DFlash a block begins at the
-        bonus token, for DART at the position before the bonus token. The start of an unused block
-        does not matter, because the loss ignores the block.
+    block_start_positions: (B, N) int64, the position at which each block begins. For DFlash a block
+        begins at the bonus token, for DART at the position before the bonus token. The start of an
+        unused block does not matter, because the loss ignores the block.
     documents: (B, T) int64, document number of every context position, -1 on padding
     causal: whether a position of a block attends only to itself and the block's positions before it
         (DART); otherwise it attends to the whole block (DFlash)
@@ -278,10 +278,12 @@ def build_training_mask(
         distance from it is less than this. None means that there is no window.
     """
     context_length = documents.shape[1]
-    offsets = torch.arange(block_size, device=starts.device)
-    context_ends = starts[..., None].expand(-1, -1, block_size)  # (B, num_blocks, block_size)
-    context_starts = find_document_starts(documents).gather(1, starts)[..., None]
-    block_numbers = torch.arange(starts.shape[1], device=starts.device)
+    device = documents.device
+    offsets = torch.arange(block_size, device=device)
+    # (B, num_blocks, block_size)
+    context_ends = block_start_positions[..., None].expand(-1, -1, block_size)
+    context_starts = find_document_starts(documents).gather(1, block_start_positions)[..., None]
+    block_numbers = torch.arange(block_start_positions.shape[1], device=device)
     # (num_blocks, 1): the first key of every block
     first_keys = context_length + block_size * block_numbers[:, None]
     block_starts = first_keys

@@ -110,7 +110,8 @@ def stream_chunks(
         if response.status_code != 200:
             response.read()
             raise ValueError(
-                f"the server refused the request ({response.status_code}): {response.text[:MAX_QUOTED_SERVER_RESPONSE_CHARACTERS]}"
+                f"the server refused the request ({response.status_code}): "
+                f"{response.text[:MAX_QUOTED_SERVER_RESPONSE_CHARACTERS]}"
             )
         for line in response.iter_lines():
             if not line.startswith("data: ") or line == "data: [DONE]":
@@ -181,7 +182,10 @@ def print_answer(
             tokens += round_info["committed"]
             drafted += round_info["drafted"]
     if rounds:
-        statistics = f"[{tokens} tokens in {rounds} rounds, {tokens / rounds:.2f} a round; {drafted} drafts verified]"
+        statistics = (
+            f"[{tokens} tokens in {rounds} rounds, {tokens / rounds:.2f} a round; {drafted} "
+            "drafts verified]"
+        )
         console.print(Text(f"\n{statistics}", "dim"))
     message = {"role": "assistant", "content": content}
     if reasoning:
@@ -231,7 +235,9 @@ def print_introduction(client: httpx.Client, url: str, console: Console) -> None
         model = response["data"][0]["id"]
     except (httpx.HTTPError, ValueError, LookupError) as error:
         raise ValueError(
-            f"no server answers at {url} ({error}): start a server with ./launch.sh serve, or remove url= to chat without a server; if the server requires a key, set {API_KEY_ENVIRONMENT_VARIABLE} to it"
+            f"no server answers at {url} ({error}): start a server with ./launch.sh serve, or "
+            "remove url= to chat without a server; if the server requires a key, set "
+            f"{API_KEY_ENVIRONMENT_VARIABLE} to it"
         ) from error
     legend = Text.assemble(
         ("accepted draft", ACCEPTED_STYLE),

@@ -47,7 +47,8 @@ class CompareCommand(CommandWithData):
             raise ValueError("checkpoints is empty: give checkpoints=[runs/a/checkpoints/best,...]")
         if len(set(map(get_drafter_label, self.checkpoints))) < len(self.checkpoints):
             raise ValueError(
-                f"checkpoints={list(self.checkpoints)}: two entries have the same run name; give one checkpoint of each run"
+                f"checkpoints={list(self.checkpoints)}: two entries have the same run name; give "
+                "one checkpoint of each run"
             )
 
 

@@ -27,7 +27,8 @@ class DoctorCommand(CommandWithTarget):
             raise ValueError(f"url={self.url}: give an address such as http://127.0.0.1:8000")
         if self.checkpoint == "lookup":
             raise ValueError(
-                f"checkpoint={self.checkpoint}: lookup has no model card to compare with; give a drafter's folder"
+                f"checkpoint={self.checkpoint}: lookup has no model card to compare with; give a "
+                "drafter's folder"
             )
 
 
@@ -46,7 +47,8 @@ def run(config: DoctorCommand) -> None:
     target, [drafter] = load_target_and_drafters(config.target, [config.checkpoint])
     if target.tokenizer is None:
         raise ValueError(
-            f"target.path={config.target.path}: the target has no tokenizer, but this command must tokenize prompts; give a target with a tokenizer"
+            f"target.path={config.target.path}: the target has no tokenizer, but this command "
+            "must tokenize prompts; give a target with a tokenizer"
         )
     if reference is None:
         texts = load_external_prompts(target.tokenizer, DOCTOR_PROMPT_TOKENS, False)

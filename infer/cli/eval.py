@@ -123,7 +123,9 @@ def run_suite(config: EvalCommand) -> None:
     progress = Progress("asking", "questions")
     if is_masked_diffusion(config.target.path):
         raise ValueError(
-            f"suite={config.suite.name} works with causal targets only, and target.path={config.target.path} is a masked diffusion model: evaluate it on prompts with data=jsonl"
+            f"suite={config.suite.name} works with causal targets only, and "
+            f"target.path={config.target.path} is a masked diffusion model: evaluate it on "
+            "prompts with data=jsonl"
         )
     # The returned digest is not used. The call raises an error if the checkpoint is missing, before
     # question sets are downloaded and models are loaded.

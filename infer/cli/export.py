@@ -46,7 +46,8 @@ class ExportCommand(CommandWithTarget):
             raise ValueError(f"out={self.out}: this folder is not empty; choose another folder")
         if self.converter is not None and self.format != "gguf":
             raise ValueError(
-                f"converter={self.converter} works with format=gguf only, not with format={self.format}: remove converter"
+                f"converter={self.converter} works with format=gguf only, not with "
+                f"format={self.format}: remove converter"
             )
 
 
@@ -92,5 +93,8 @@ def run(config: ExportCommand) -> None:
         print(f"llama.cpp   reads {next(out.glob('*.gguf'))}")
     if not (out / ACCEPTANCE_REFERENCE_FILE_NAME).is_file():
         print(
-            f"{ACCEPTANCE_REFERENCE_FILE_NAME} is not written, because the evaluation of the checkpoint decoded no external prompts greedily with chain drafts (set evaluation.external_prompts above 0). Without this file, ./launch.sh doctor measures the acceptance itself."
+            f"{ACCEPTANCE_REFERENCE_FILE_NAME} is not written, because the evaluation of the "
+            "checkpoint decoded no external prompts greedily with chain drafts (set "
+            "evaluation.external_prompts above 0). Without this file, ./launch.sh doctor "
+            "measures the acceptance itself."
         )

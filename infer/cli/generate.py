@@ -77,6 +77,7 @@ def run(config: GenerateCommand) -> None:
     method = options.get_method_name(drafter) if drafter else options.method
     print(text if is_chat else config.prompt + text)
     print(
-        f"\n[{method}: {stats.tokens} tokens in {stats.rounds} rounds, τ {stats.tau:.2f}, {stats.tokens_per_second:.0f} tokens/s, ended by {generation.finish_reason}]",
+        f"\n[{method}: {stats.tokens} tokens in {stats.rounds} rounds, τ {stats.tau:.2f}, "
+        f"{stats.tokens_per_second:.0f} tokens/s, ended by {generation.finish_reason}]",
         file=sys.stderr,
     )

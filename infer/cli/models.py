@@ -114,7 +114,8 @@ def load_target_and_drafters(
 
     if is_masked_diffusion(target_config.path):
         raise ValueError(
-            f"target.path={target_config.path} is a masked diffusion model, which cannot be used with a drafter: give a causal target"
+            f"target.path={target_config.path} is a masked diffusion model, which cannot be used "
+            "with a drafter: give a causal target"
         )
     drafters = _load_drafters(target_config, checkpoints, options or DrafterLoadConfig())
     template_kwargs = target_config.chat_template_kwargs
@@ -149,7 +150,8 @@ def _load_drafters(
     has_drafter_model = any(checkpoint != PROMPT_LOOKUP_FAMILY.name for checkpoint in checkpoints)
     if set_options and not has_drafter_model:
         raise ValueError(
-            f"{' '.join(set_options)} has no effect, because baseline decoding and lookup load no drafter: remove {' '.join(set_options)}"
+            f"{' '.join(set_options)} has no effect, because baseline decoding and lookup load no "
+            f"drafter: remove {' '.join(set_options)}"
         )
     if not checkpoints:
         return []

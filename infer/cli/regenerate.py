@@ -64,7 +64,8 @@ class QuestionsConfig:
         require_positive(self, "questions.", "temperature")
         if len(self.length_range) != 2 or not 1 <= self.length_range[0] <= self.length_range[1]:
             raise ValueError(
-                f"questions.length_range={self.length_range}: give the minimum and the maximum number of tokens, such as [4,128]"
+                f"questions.length_range={self.length_range}: give the minimum and the maximum "
+                "number of tokens, such as [4,128]"
             )
         self.sampling_options.check()
 
@@ -120,7 +121,8 @@ class RegenerateCommand(CommandWithTarget):
         check_nested_options(self)
         if self.server is None and self.checkpoint is None and self.decoding.uses_drafter:
             raise ValueError(
-                f"decoding.method={self.decoding.method} needs a drafter: give checkpoint=..., or decoding=plain to decode without a drafter"
+                f"decoding.method={self.decoding.method} needs a drafter: give checkpoint=..., or "
+                "decoding=plain to decode without a drafter"
             )
         require_at_least(self, max_concurrent_requests=1, max_length=2)
         self.shard_position  # noqa: B018  raises ValueError if `shard` is malformed
@@ -357,12 +359,14 @@ def load_question_examples(
         )
     dropped_counts = "".join(f", {count} {reason}" for reason, count in dropped.most_common())
     print(
-        f"data=self: {len(selected)} questions to answer{dropped_counts}; {question_file} contains all generated questions",
+        f"data=self: {len(selected)} questions to answer{dropped_counts}; {question_file} "
+        "contains all generated questions",
         file=sys.stderr,
     )
     if not selected:
         raise ValueError(
-            f"data=self: none of the generated questions is usable; see {question_file}, and change questions.temperature, questions.top_p or questions.length_range"
+            f"data=self: none of the generated questions is usable; see {question_file}, and "
+            "change questions.temperature, questions.top_p or questions.length_range"
         )
     template_options = config.target.chat_template_kwargs
     examples = []

@@ -59,7 +59,11 @@ def open_and_describe_engine(config: ServeCommand) -> "tuple[Engine, str]":
     extra_positions = decoding.count_output_positions(1) - 1
     capacity = min(server.max_length, max_positions(target) - extra_positions)
     engine = open_engine(target, drafter, decoding, capacity)
-    description = f"{server.model_name or target.name} at {server.url}/v1: {decoding.get_method_name(drafter)}, {decoding.max_num_seqs} sequences at a time, {capacity} tokens per sequence"
+    description = (
+        f"{server.model_name or target.name} at {server.url}/v1: "
+        f"{decoding.get_method_name(drafter)}, {decoding.max_num_seqs} sequences at a time, "
+        f"{capacity} tokens per sequence"
+    )
     return engine, description
 
 

@@ -140,7 +140,10 @@ def detect_prefix_cache(comparison: AcceptanceComparison) -> str | None:
     repeated = AcceptanceCounts.pool(comparison.engine.repeated_acceptance)
     if not is_significantly_lower(repeated, first):
         return None
-    return f"{1 + repeated.mean_accepted:.2f} tokens a round where a prompt is asked a second time, {1 + first.mean_accepted:.2f} the first"
+    return (
+        f"{1 + repeated.mean_accepted:.2f} tokens a round where a prompt is asked a second time, "
+        f"{1 + first.mean_accepted:.2f} the first"
+    )
 
 
 def detect_long_context(comparison: AcceptanceComparison) -> str | None:
@@ -178,16 +181,25 @@ def detect_long_context(comparison: AcceptanceComparison) -> str | None:
     )
     if not is_better or not is_significantly_lower(full_context, short_window):
         return None
-    return f"{1 + full_context.mean_accepted:.2f} tokens a round after {context_length} others, {1 + short_window.mean_accepted:.2f} where it sees the last {DOCTOR_SHORT_WINDOW_TOKENS}"
+    return (
+        f"{1 + full_context.mean_accepted:.2f} tokens a round after {context_length} others, "
+        f"{1 + short_window.mean_accepted:.2f} where it sees the last {DOCTOR_SHORT_WINDOW_TOKENS}"
+    )
 
 
 # In all texts of advice, {checkpoint} is replaced by the path of the drafter, {target} by the name
 # of the target, and {} by the label of the changed setting.
-RETRAIN_DRAFTER_ADVICE = "./launch.sh drafter.init={checkpoint} target.path={target} data=jsonl data.path=<texts that this target wrote> name=adapted (docs/training.md, another fine-tune)"
+RETRAIN_DRAFTER_ADVICE = (
+    "./launch.sh drafter.init={checkpoint} target.path={target} data=jsonl data.path=<texts that "
+    "this target wrote> name=adapted (docs/training.md, another fine-tune)"
+)
 EDIT_CONFIG_ADVICE = (
     "write it into config.json of the drafter's folder ({}), or export it again from its checkpoint"
 )
-REEXPORT_ADVICE = "the engine reads the folder otherwise ({}): export it in the format that the engine knows, or update it"
+REEXPORT_ADVICE = (
+    "the engine reads the folder otherwise ({}): export it in the format that the engine knows, "
+    "or update it"
+)
 
 
 @dataclass(frozen=True)
@@ -213,20 +225,25 @@ LOW_ACCEPTANCE_CAUSES = (
         "another tokenizer or vocabulary",
         detect_tokenizer,
         folder_advice=(
-            "give target.path the model that the drafter was trained for, with that model's own tokenizer"
+            "give target.path the model that the drafter was trained for, with that model's own "
+            "tokenizer"
         ),
         engine_advice=(
-            "start the engine with the target's own tokenizer files (vLLM: --tokenizer; GGUF: convert again)"
+            "start the engine with the target's own tokenizer files (vLLM: --tokenizer; GGUF: "
+            "convert again)"
         ),
     ),
     LowAcceptanceCause(
         "another chat template or thinking mode",
         detect_template,
         folder_advice=(
-            "give target.path the model with the template that the drafter was trained under, and target.chat_template_kwargs={{...}} as in the drafter's config.json"
+            "give target.path the model with the template that the drafter was trained under, and "
+            "target.chat_template_kwargs={{...}} as in the drafter's config.json"
         ),
         engine_advice=(
-            "start the engine with the target's own template (--chat-template <its chat_template.jinja>), and with chat_template_kwargs as the drafter's config.json has them (vLLM: --default-chat-template-kwargs)"
+            "start the engine with the target's own template (--chat-template <its "
+            "chat_template.jinja>), and with chat_template_kwargs as the drafter's config.json "
+            "has them (vLLM: --default-chat-template-kwargs)"
         ),
     ),
     LowAcceptanceCause(
@@ -234,7 +251,8 @@ LOW_ACCEPTANCE_CAUSES = (
         detect_draft_length,
         folder_advice="",
         engine_advice=(
-            "let it draft block_size - 1 tokens (vLLM: num_speculative_tokens; llama.cpp: --spec-draft-n-max)"
+            "let it draft block_size - 1 tokens (vLLM: num_speculative_tokens; llama.cpp: "
+            "--spec-draft-n-max)"
         ),
     ),
     LowAcceptanceCause(
@@ -242,7 +260,8 @@ LOW_ACCEPTANCE_CAUSES = (
         detect_prefix_cache,
         folder_advice="",
         engine_advice=(
-            "start the engine without one (vLLM: --no-enable-prefix-caching; its issue 47930), or update it"
+            "start the engine without one (vLLM: --no-enable-prefix-caching; its issue 47930), or "
+            "update it"
         ),
     ),
     LowAcceptanceCause(
@@ -264,11 +283,15 @@ LOW_ACCEPTANCE_CAUSES = (
         "norms of the context's keys",
         variations=share_first_key_norm,
         engine_advice=(
-            "vLLM's kernel for CPUs reads one norm for all layers ({}): serve it on a GPU, or with an engine whose kernels know a norm a layer"
+            "vLLM's kernel for CPUs reads one norm for all layers ({}): serve it on a GPU, or "
+            "with an engine whose kernels know a norm a layer"
         ),
     ),
 )
-LIMIT_DRAFTER_WINDOW_ADVICE = f"drafter.sliding_window={DOCTOR_SHORT_WINDOW_TOKENS} where long texts are decoded (SGLang: --speculative-dflash-draft-window-size)"
+LIMIT_DRAFTER_WINDOW_ADVICE = (
+    f"drafter.sliding_window={DOCTOR_SHORT_WINDOW_TOKENS} where long texts are decoded (SGLang: "
+    "--speculative-dflash-draft-window-size)"
+)
 # This cause lowers the acceptance equally in every engine, so it does not explain a difference
 # between two engines and is not in the table above. It is tested if no difference is found.
 LONG_CONTEXT_ACCEPTANCE_CAUSE = LowAcceptanceCause(

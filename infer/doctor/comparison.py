@@ -96,8 +96,8 @@ class AcceptanceComparison:
 
     @property
     def relative_count_difference(self) -> float:
-        """The difference between the two measurements (`sum_absolute_count_differences`), divided by the number
-        of rounds plus the number of accepted draft tokens in this process.
+        """The difference between the two measurements (`sum_absolute_count_differences`), divided
+        by the number of rounds plus the number of accepted draft tokens in this process.
 
         It is 0 if all counts are equal, and also if the measurements cannot be compared.
         """

@@ -94,7 +94,8 @@ def measure_engine(client: httpx.Client, reference: AcceptanceReference) -> Engi
         answer_ids = [answer["choices"][0]["token_ids"] for answer in answers]
     except (httpx.HTTPError, LookupError, TypeError) as error:
         raise ValueError(
-            f"url={client.base_url}: no supported engine answers at this address ({error!r}); give the address of a vLLM server or of a server of this project"
+            f"url={client.base_url}: no supported engine answers at this address ({error!r}); "
+            "give the address of a vLLM server or of a server of this project"
         ) from error
 
     acceptance = [
@@ -104,7 +105,8 @@ def measure_engine(client: httpx.Client, reference: AcceptanceReference) -> Engi
     rounds = sum(counts.rounds for counts in acceptance)
     if not rounds:
         raise ValueError(
-            f"url={client.base_url}: {counters.engine} counted no draft tokens; start the engine with the drafter"
+            f"url={client.base_url}: {counters.engine} counted no draft tokens; start the engine "
+            "with the drafter"
         )
     total = subtract_counters(snapshots[-1], snapshots[0])
     return EngineMeasurement(
@@ -154,7 +156,8 @@ def find_engine_counters(client: httpx.Client, values: Mapping[str, float]) -> E
         if counters.rounds in values:
             return counters
     raise ValueError(
-        f"url={client.base_url}: /metrics has no known counters of draft tokens. Start vLLM with --speculative-config, or use a server of this project"
+        f"url={client.base_url}: /metrics has no known counters of draft tokens. Start vLLM with "
+        "--speculative-config, or use a server of this project"
     )
 
 
@@ -271,7 +274,8 @@ def request_answer(
     response = client.post(path, json=request)
     if response.status_code != 200:
         raise ValueError(
-            f"url={client.base_url}: the engine refused a prompt ({response.status_code}): {response.text[:MAX_QUOTED_ENGINE_ERROR_CHARACTERS]}"
+            f"url={client.base_url}: the engine refused a prompt ({response.status_code}): "
+            f"{response.text[:MAX_QUOTED_ENGINE_ERROR_CHARACTERS]}"
         )
     return response.json()
 

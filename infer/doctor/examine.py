@@ -166,7 +166,10 @@ def diagnose_without_card(
     if acceptance.mean_accepted <= min_accepted or not is_significantly_lower(local, acceptance):
         return None
     label = best.variation.label
-    verdict = f"{label} gives {1 + acceptance.mean_accepted:.2f} tokens a round, {1 + local.mean_accepted:.2f} as it is"
+    verdict = (
+        f"{label} gives {1 + acceptance.mean_accepted:.2f} tokens a round, "
+        f"{1 + local.mean_accepted:.2f} as it is"
+    )
     advice = best.cause.folder_advice.format(label)
     return make_cause_diagnosis(
         best.cause, verdict, evidence + list_variation_acceptances(variation_results), advice
@@ -188,9 +191,17 @@ def make_healthy_diagnosis(
     """
     local_acceptance = AcceptanceCounts.pool(local.local_acceptance)
     names = " and ".join(compared_names) or "no card, and no engine"
-    verdict = f"Healthy: {local_acceptance.mean_accepted + 1:.2f} tokens a round here, compared with {names}."
+    verdict = (
+        f"Healthy: {local_acceptance.mean_accepted + 1:.2f} tokens a round here, compared with "
+        f"{names}."
+    )
     if engine is not None and engine.incomparable_options:
-        verdict += f" Of {engine.engine} the prompts and the answers were compared, not the acceptance: it has {engine.incomparable_options}, {engine.draft_tokens_per_round:.1f} draft tokens per round here. To compare that too, start it with decoding.method=chain decoding.budget={local.reference.block_size - 1}."
+        verdict += (
+            f" Of {engine.engine} the prompts and the answers were compared, not the acceptance: "
+            f"it has {engine.incomparable_options}, {engine.draft_tokens_per_round:.1f} draft "
+            "tokens per round here. To compare that too, start it with decoding.method=chain "
+            f"decoding.budget={local.reference.block_size - 1}."
+        )
     sentence = LONG_CONTEXT_ACCEPTANCE_CAUSE.detect(local)
     if sentence is None:
         return Diagnosis(True, verdict, evidence)

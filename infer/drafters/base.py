@@ -340,7 +340,8 @@ class Drafter(nn.Module):
         reads_normed = layers - 1 in ids and self.family_config.get("last_tap") == "normed"
         if reads_normed and layers not in self.layer_ids:
             differences.append(
-                f"no num_target_layers, although the drafter reads the target's last layer (use load_drafter(..., target_layers={layers}))"
+                "no num_target_layers, although the drafter reads the target's last layer (use "
+                f"load_drafter(..., target_layers={layers}))"
             )
         if (self.mask_token_id or 0) >= target.vocab_size:
             differences.append(
@@ -348,7 +349,8 @@ class Drafter(nn.Module):
             )
         if differences:
             raise ValueError(
-                f"this drafter was made for another target: its config has {'; '.join(differences)}. Use the target that it was made for"
+                "this drafter was made for another target: its config has "
+                f"{'; '.join(differences)}. Use the target that it was made for"
             )
 
     def init_weights(self, generator: torch.Generator) -> None:
@@ -516,11 +518,13 @@ def limit_attention_window(drafter: Drafter, window: int) -> None:
     """
     if "sliding_window" not in drafter.family.specific_option_names:
         raise ValueError(
-            f"drafter.sliding_window={window}: {drafter.family.title} drafters do not support sliding windows; remove this option"
+            f"drafter.sliding_window={window}: {drafter.family.title} drafters do not support "
+            "sliding windows; remove this option"
         )
     if window < drafter.block_size:
         raise ValueError(
-            f"drafter.sliding_window={window}: the window must be at least as long as a block; use {drafter.block_size} or more"
+            f"drafter.sliding_window={window}: the window must be at least as long as a block; "
+            f"use {drafter.block_size} or more"
         )
     drafter.attention_patterns = [
         (causal, window if old_window is None else min(window, old_window))

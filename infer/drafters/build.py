@@ -110,7 +110,8 @@ def choose_mask_token(
         if unused_ids:
             return max(unused_ids)
     raise ValueError(
-        "no mask token was found: every token id of the target may occur in text. Set drafter.mask_token_id to the id of a token that your data never contains"
+        "no mask token was found: every token id of the target may occur in text. Set "
+        "drafter.mask_token_id to the id of a token that your data never contains"
     )
 
 
@@ -128,7 +129,8 @@ def choose_feature_layers(
         layer_ids = drafter_class.default_layer_ids(target_layers, options.layers)
     if any(not 0 <= layer < target_layers for layer in layer_ids):
         raise ValueError(
-            f"drafter.target_layer_ids={list(layer_ids)}: use layers of the target, 0 to {target_layers - 1}"
+            f"drafter.target_layer_ids={list(layer_ids)}: use layers of the target, 0 to "
+            f"{target_layers - 1}"
         )
     return tuple(int(layer) for layer in layer_ids)
 
@@ -147,7 +149,9 @@ def build_feature_layer_config(
         return {"target_layer_ids": layer_ids, "last_tap": options.last_layer_output}
     if options.last_layer_output != "raw":
         raise ValueError(
-            f"drafter.last_layer_output={options.last_layer_output}: drafter.target_layer_ids does not contain the target's last layer, {last_layer}; add this layer or remove drafter.last_layer_output"
+            f"drafter.last_layer_output={options.last_layer_output}: drafter.target_layer_ids "
+            f"does not contain the target's last layer, {last_layer}; add this layer or remove "
+            "drafter.last_layer_output"
         )
     return {"target_layer_ids": layer_ids}
 
@@ -218,7 +222,8 @@ def check_draft_vocab_size(options: DrafterConfig, target_config: PretrainedConf
     has."""
     if (options.draft_vocab_size or 0) > target_config.vocab_size:
         raise ValueError(
-            f"drafter.draft_vocab_size={options.draft_vocab_size}: the target has {target_config.vocab_size} tokens; use at most this number"
+            f"drafter.draft_vocab_size={options.draft_vocab_size}: the target has "
+            f"{target_config.vocab_size} tokens; use at most this number"
         )
 
 

@@ -167,7 +167,8 @@ class ValidConfigEntries(dict[str, Any]):
             return
         self.add_problem(
             key,
-            f"is {reprlib.repr(value)}, but this key is unknown and may change what the drafter computes; remove the key if it does not",
+            f"is {reprlib.repr(value)}, but this key is unknown and may change what the drafter "
+            "computes; remove the key if it does not",
         )
 
     def add_problem(self, key: str, description: str) -> None:
@@ -228,7 +229,8 @@ class ValidConfigEntries(dict[str, Any]):
         if "head_dim" not in self and hidden_size % heads:
             self.add_problem(
                 "head_dim",
-                f"is missing; without it, hidden_size ({hidden_size}) must be a multiple of num_attention_heads ({heads})",
+                f"is missing; without it, hidden_size ({hidden_size}) must be a multiple of "
+                f"num_attention_heads ({heads})",
             )
         if heads % key_heads:
             self.add_problem(
@@ -328,8 +330,8 @@ class ValidConfigEntries(dict[str, Any]):
         the target's final norm, and "normed" if it reads the output after this norm.
 
         `layers` is the target's number of layers, None if unknown. `first_layer_id` is the number
-        that this config.json uses for the target's first layer. The argument `default_last_tap` is the
-        default value of the entry if config.json has none.
+        that this config.json uses for the target's first layer. The argument `default_last_tap` is
+        the default value of the entry if config.json has none.
         """
         layer_ids = self["target_layer_ids"]
         too_high = layers is not None and max(layer_ids) >= layers + first_layer_id

@@ -214,7 +214,8 @@ def check_family_and_layers(family_name: str, layers: int) -> None:
     if family.required_layers not in (None, layers):
         plural = "s" if family.required_layers > 1 else ""
         raise ValueError(
-            f"drafter.layers={layers}: a {family.title} drafter has {family.required_layers} layer{plural}; drafter={family_name} sets this number, so remove drafter.layers"
+            f"drafter.layers={layers}: a {family.title} drafter has {family.required_layers} "
+            f"layer{plural}; drafter={family_name} sets this number, so remove drafter.layers"
         )
 
 
@@ -272,5 +273,6 @@ def check_zero_stage(family_name: str, stage: int) -> None:
     if stage not in allowed_stages:
         allowed = ", ".join(map(str, allowed_stages))
         raise ValueError(
-            f"deepspeed.stage={stage} shards the parameters, which drafter={family_name} does not support; allowed values of deepspeed.stage: {allowed}"
+            f"deepspeed.stage={stage} shards the parameters, which drafter={family_name} does not "
+            f"support; allowed values of deepspeed.stage: {allowed}"
         )

@@ -125,8 +125,8 @@ class BatchState:
 
         Rounds that commit only the root of each tree stay queued together, at most
         MAX_ROUNDS_MISSING_IN_DRAFTER_CACHE of them. Otherwise the queue is flushed before the new
-        positions are put into it. Inside `pad_batch` it is also flushed afterwards, because the
-        next round may be padded to another number of rows.
+        positions are put into it. Inside `fix_batch_size` it is also flushed afterwards, because
+        the next round may be padded to another number of rows.
         """
         has_drafted = (
             bool(self.pending) and positions.tokens.shape[1] + self.pending[0].tokens.shape[1] > 2
@@ -179,8 +179,8 @@ class BatchState:
         )
 
 
-def concatenate_roots(pending: list[PendingPositions]) -> PendingPositions:
-    """Return the pending positions of several rounds, in order, as one `PendingPositions`. Each
+def concatenate_roots(pending: list[PendingDrafterPositions]) -> PendingDrafterPositions:
+    """Return the pending positions of several rounds, in order, as one `PendingDrafterPositions`. Each
     round must have committed exactly one position per batch row, the root."""
     context = torch.cat([positions.context for positions in pending], 1)
     tokens = torch.cat([positions.tokens for positions in pending], 1)

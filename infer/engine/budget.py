@@ -46,7 +46,7 @@ MAX_VERIFIED_POSITIONS_OF_ALL_ROWS = 4096
 
 # Number of warm-up rounds. They always draft; the speeds of drafting and baseline decoding are
 # compared only after them.
-ROUNDS_BEFORE_SPEED_COMPARISON = 8
+WARMUP_ROUNDS = 8
 # maximum number of drafted nodes per batch row in a warm-up round
 MAX_WARMUP_NODES = 15
 MAX_WARMUP_COST_RATIO = (
@@ -55,13 +55,13 @@ MAX_WARMUP_COST_RATIO = (
 
 # The slower of drafting and baseline decoding is tried again now and then. These trials may cost at
 # most this share of the throughput.
-MAX_THROUGHPUT_SHARE_LOST_EXPLORING = 1 / 300
+MAX_THROUGHPUT_SHARE_LOST_TRYING_SLOWER_MODE = 1 / 300
 # After a trial of the slower of drafting and baseline decoding, it is not tried again for at least
 # this many rounds.
-MIN_ROUNDS_BETWEEN_EXPLORATIONS = 4
+MIN_ROUNDS_BETWEEN_SLOWER_MODE_TRIALS = 4
 # The slower of drafting and baseline decoding is tried again after at most this many rounds, as
 # long as no round has measured its cost.
-MAX_ROUNDS_BETWEEN_UNMEASURED_EXPLORATIONS = 16
+MAX_ROUNDS_BETWEEN_UNMEASURED_MODE_TRIALS = 16
 # the next larger node count is tried once in this many rounds
 ROUNDS_BETWEEN_LARGER_BUDGET_TRIALS = 64
 
@@ -248,7 +248,7 @@ class AutoNodeBudget(NodeBudget):
     ) -> float:
         """Return after how many rounds the slower of baseline decoding and drafting is tried again.
         Once its cost has been measured, these trials lose at most the share
-        MAX_THROUGHPUT_SHARE_LOST_EXPLORING of the throughput.
+        MAX_THROUGHPUT_SHARE_LOST_TRYING_SLOWER_MODE of the throughput.
 
         costs: seconds of a round for each node count
         speeds: tokens per second for each node count
@@ -278,7 +278,7 @@ class AutoNodeBudget(NodeBudget):
         additional nodes show how many more tokens a larger budget would give.
 
         With `ragged` and several batch rows, the result is at least
-        MAX_NODES_BEFORE_SPEED_COMPARISON, because rows in which the drafter is confident may verify
+        MAX_WARMUP_NODES, because rows in which the drafter is confident may verify
         more nodes than the average row.
         """
         if not num_nodes:

@@ -241,13 +241,16 @@ def check_drafter_presence_and_dtype(
     target have different dtypes."""
     if options.uses_drafter and drafter is None:
         raise ValueError(
-            f"method={options.method} needs a drafter, and none was given; load one with load_drafter, or use method=plain"
+            f"method={options.method} needs a drafter, and none was given; load one with "
+            "load_drafter, or use method=plain"
         )
     if drafter is not None and drafter.dtype not in (None, target.dtype):
         drafter_dtype = str(drafter.dtype).removeprefix("torch.")
         target_dtype = str(target.dtype).removeprefix("torch.")
         raise ValueError(
-            f"the drafter's weights are {drafter_dtype} and the target's weights are {target_dtype}, but both must have the same dtype; load the drafter with load_drafter(folder, target.dtype)"
+            f"the drafter's weights are {drafter_dtype} and the target's weights are "
+            f"{target_dtype}, but both must have the same dtype; load the drafter with "
+            "load_drafter(folder, target.dtype)"
         )
 
 

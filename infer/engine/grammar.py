@@ -173,11 +173,13 @@ def serialise_tokenizer(target: Target) -> dict:
     fast_tokenizer = getattr(target.tokenizer, "backend_tokenizer", None)
     if fast_tokenizer is None:
         raise ValueError(
-            f"{', '.join(GRAMMAR_OPTIONS)} need a target with a fast tokenizer, and this target has none; leave these options out"
+            f"{', '.join(GRAMMAR_OPTIONS)} need a target with a fast tokenizer, and this target "
+            "has none; leave these options out"
         )
     if not target.eos_token_ids:
         raise ValueError(
-            f"{', '.join(GRAMMAR_OPTIONS)} need a target with an end token, and this target has none; leave these options out"
+            f"{', '.join(GRAMMAR_OPTIONS)} need a target with an end token, and this target has "
+            "none; leave these options out"
         )
     fast_tokenizer = copy(fast_tokenizer)
     fast_tokenizer.no_padding()
@@ -199,7 +201,8 @@ def get_grammar_tokenizer(target: Target) -> "LLTokenizer":
             from llguidance import LLTokenizer
         except ImportError as error:
             raise ValueError(
-                f"{', '.join(GRAMMAR_OPTIONS)} need the package llguidance, which is not installed; run: pip install llguidance"
+                f"{', '.join(GRAMMAR_OPTIONS)} need the package llguidance, which is not "
+                "installed; run: pip install llguidance"
             ) from error
         _grammar_tokenizers[tokenizer] = LLTokenizer(**arguments)
     return _grammar_tokenizers[tokenizer]
@@ -210,7 +213,8 @@ def check_grammar_size(kind: str, source: str) -> None:
     properties. `kind` is the name of the grammar option."""
     if len(source) > MAX_GRAMMAR_CHARS:
         raise ValueError(
-            f"{kind} has {len(source)} characters; at most {MAX_GRAMMAR_CHARS} are allowed; shorten it"
+            f"{kind} has {len(source)} characters; at most {MAX_GRAMMAR_CHARS} are allowed; "
+            "shorten it"
         )
     if kind == "json_schema":
         # Ignore invalid JSON here: llguidance reports it when it compiles the schema.
@@ -233,7 +237,8 @@ def check_property_count(schema: object) -> None:
             stack += value
     if num_properties > MAX_SCHEMA_PROPERTIES:
         raise ValueError(
-            f"json_schema has {num_properties} properties; at most {MAX_SCHEMA_PROPERTIES} are allowed; remove some"
+            f"json_schema has {num_properties} properties; at most {MAX_SCHEMA_PROPERTIES} are "
+            "allowed; remove some"
         )
 
 

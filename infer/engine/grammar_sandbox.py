@@ -135,7 +135,8 @@ class GrammarSandbox:
         if not answer:
             max_mib = MAX_GRAMMAR_SANDBOX_MEMORY_BYTES >> 20
             raise ValueError(
-                f"{kind}: compiling this grammar takes more than {MAX_GRAMMAR_SANDBOX_CPU_SECONDS:g} s or {max_mib} MiB; make it smaller"
+                f"{kind}: compiling this grammar takes more than "
+                f"{MAX_GRAMMAR_SANDBOX_CPU_SECONDS:g} s or {max_mib} MiB; make it smaller"
             )
         reason = json.loads(answer)
         if reason is not None:
@@ -174,7 +175,10 @@ def find_refusal_reason(kind: str, source: str, tokenizer: "LLTokenizer") -> str
     for step in range(GRAMMAR_SANDBOX_TRIAL_TOKENS):
         start = time.process_time()
         if len(matcher.compute_ff_bytes()) > MAX_BYTES_FORCED_BY_GRAMMAR:
-            return f"{kind}: this grammar forces more than {MAX_BYTES_FORCED_BY_GRAMMAR} bytes of text at one position; make the forced text shorter"
+            return (
+                f"{kind}: this grammar forces more than {MAX_BYTES_FORCED_BY_GRAMMAR} bytes of "
+                "text at one position; make the forced text shorter"
+            )
         bitmask = matcher.compute_bitmask() if not matcher.is_error() else b""
         if matcher.is_error():
             # Accept a grammar with which llguidance fails only after the first token: outputs then
@@ -182,7 +186,10 @@ def find_refusal_reason(kind: str, source: str, tokenizer: "LLTokenizer") -> str
             return f"{kind}: {matcher.get_error().splitlines()[0]}" if step == 0 else None
         if time.process_time() - start > MAX_GRAMMAR_SANDBOX_CPU_SECONDS_PER_MASK:
             limit = f"{MAX_GRAMMAR_SANDBOX_CPU_SECONDS_PER_MASK:g} s"
-            return f"{kind}: computing the allowed tokens takes more than {limit} for one token; make the grammar smaller"
+            return (
+                f"{kind}: computing the allowed tokens takes more than {limit} for one token; "
+                "make the grammar smaller"
+            )
         if matcher.is_stopped():
             return None
         if not matcher.consume_token(generator.choice(list_allowed_tokens(bitmask))):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 MAX_PREFILL_CHUNK_TOKENS = 1024
 # If rounds run as CUDA graphs, a step may prefill at least this many positions times
 # `Runner.rounds_per_prefill`, the number of rounds that take as long as one prefill.
-MIN_PREFILL_POSITIONS_PER_GRAPH_ROUND = 256
+MIN_PREFILL_ALLOWANCE_PER_PREFILL_ROUND = 256
 # Waiting sequences are admitted at the latest after the time that this many prefills take.
 MAX_ADMISSION_DELAY_IN_PREFILLS = 8
 
@@ -90,7 +90,7 @@ class Scheduler:
                 tree_cost / 2,
                 # A prefill always launches its kernels one by one, so on CUDA a small prefill takes
                 # as long as one with this many positions.
-                MIN_PREFILL_POSITIONS_PER_GRAPH_ROUND * self.runner.rounds_per_prefill,
+                MIN_PREFILL_ALLOWANCE_PER_PREFILL_ROUND * self.runner.rounds_per_prefill,
             )
         return sequences
 

@@ -182,7 +182,8 @@ def check_options(options: SamplingOptions, target: Target) -> None:
     options.check()
     if options.stop and target.tokenizer is None:
         raise ValueError(
-            "stop strings need a tokenizer, and this target has none; load the target with load_target"
+            "stop strings need a tokenizer, and this target has none; load the target with "
+            "load_target"
         )
     make_grammar_state(options, target)
 
@@ -197,12 +198,15 @@ def check_prompt(
     for id in (min(prompt), max(prompt)):
         if not 0 <= id < vocab_size:
             raise ValueError(
-                f"the prompt contains the token id {id}, but the model has only the ids 0 to {vocab_size - 1}; use the tokenizer of this model"
+                f"the prompt contains the token id {id}, but the model has only the ids 0 to "
+                f"{vocab_size - 1}; use the tokenizer of this model"
             )
     length = len(prompt) + options.max_new_tokens
     if length > capacity:
         raise ValueError(
-            f"the prompt has {len(prompt)} tokens and max_new_tokens is {options.max_new_tokens}, together {length}; at most {capacity} are possible; shorten the prompt or lower max_new_tokens"
+            f"the prompt has {len(prompt)} tokens and max_new_tokens is {options.max_new_tokens}, "
+            f"together {length}; at most {capacity} are possible; shorten the prompt or lower "
+            "max_new_tokens"
         )
 
 

@@ -143,7 +143,8 @@ def measure_reference(
     reference = build_reference(target, drafter, sendable, sequences)
     if reference is None:
         raise ValueError(
-            "no prompt can be sent to a server as text, because its text is tokenised to other tokens: give at least one other prompt"
+            "no prompt can be sent to a server as text, because its text is tokenised to other "
+            "tokens: give at least one other prompt"
         )
     return reference
 

@@ -386,7 +386,10 @@ def describe_tree(nodes: Sequence[ExampleNode], rejected: int, added: str) -> st
     added: the token that the target added after the accepted ones
     """
     path = ", ".join(repr(node.word) for node in nodes[1:] if node.accepted) or "none"
-    return f"A draft tree of {len(nodes) - 1} tokens after {nodes[0].word!r}. Accepted tokens: {path}. Number of rejected tokens: {rejected}. The target adds {added!r}."
+    return (
+        f"A draft tree of {len(nodes) - 1} tokens after {nodes[0].word!r}. Accepted tokens: "
+        f"{path}. Number of rejected tokens: {rejected}. The target adds {added!r}."
+    )
 
 
 def format_token(token: str) -> str:

@@ -209,4 +209,7 @@ def describe_too_few_prompts(evaluations: Sequence[Evaluation]) -> str | None:
     most_shared = max(shared, default=MIN_PROMPTS_TO_COMPARE_CHECKPOINTS)
     if most_shared >= MIN_PROMPTS_TO_COMPARE_CHECKPOINTS:
         return None
-    return f"The last checkpoint is used as the best one: the evaluations share {most_shared} of the {MIN_PROMPTS_TO_COMPARE_CHECKPOINTS} prompts that are needed to choose an earlier one."
+    return (
+        f"The last checkpoint is used as the best one: the evaluations share {most_shared} of the "
+        f"{MIN_PROMPTS_TO_COMPARE_CHECKPOINTS} prompts that are needed to choose an earlier one."
+    )

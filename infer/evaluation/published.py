@@ -15,7 +15,11 @@ from infer.evaluation.results import (
 )
 from infer.evaluation.tables import MISSING_CELL, format_markdown_table
 
-DDTREE_PAPER_CITATION = "Accelerating Speculative Decoding with Block Diffusion Draft Trees, arXiv:2604.12989, Table 1: 8 H200 GPUs, bfloat16, block size 16, at most 2,048 new tokens; DDTree with the best budget of 16 to 1,024 nodes"
+DDTREE_PAPER_CITATION = (
+    "Accelerating Speculative Decoding with Block Diffusion Draft Trees, arXiv:2604.12989, Table "
+    "1: 8 H200 GPUs, bfloat16, block size 16, at most 2,048 new tokens; DDTree with the best "
+    "budget of 16 to 1,024 nodes"
+)
 # Results of the DDTree paper for three target models with DFlash drafters
 DDTREE_PAPER_RESULTS_FILE = Path(__file__).with_suffix(".csv")
 # A column "paper" contains the value in the paper for the quantity in the column to its left.
@@ -105,13 +109,20 @@ def format_suite(suite: SuiteResult) -> str:
     answers = sum(each.answers for each in suite.sets)
     left_out = sum(each.left_out for each in suite.sets)
     first = suite.sets[0].result
-    notes = f"{first.device}, {first.dtype}, {answers} answers of at most {first.max_new_tokens} new tokens"
+    notes = (
+        f"{first.device}, {first.dtype}, {answers} answers of at most {first.max_new_tokens} new "
+        "tokens"
+    )
     if left_out:
         notes += f"; {left_out} questions were left out because they are too long for the target"
     for each in suite.sets:
         if each.result.time_limit_note:
             notes += f"; {each.title}: {each.result.time_limit_note}"
-    notes += ". τ is the number of tokens per round, including the bonus token. τ and speedups are averaged over answers and do not include the prefill. The column 'same' counts the answers that equal those of plain decoding, for the method with the lowest count."
+    notes += (
+        ". τ is the number of tokens per round, including the bonus token. τ and speedups are "
+        "averaged over answers and do not include the prefill. The column 'same' counts the "
+        "answers that equal those of plain decoding, for the method with the lowest count."
+    )
     if has_published:
         notes += f" The paper is {DDTREE_PAPER_CITATION}."
     return "\n\n".join([*paragraphs, notes])

@@ -429,7 +429,8 @@ def read_result(path: Path, result_class: type[Result]) -> Result:
         return from_json(json.loads(path.read_text(encoding="utf-8")), result_class)
     except TypeError as error:
         raise ValueError(
-            f"{path} does not contain a result of the type {result_class.__name__} ({error}): measure again, or use another file"
+            f"{path} does not contain a result of the type {result_class.__name__} ({error}): "
+            "measure again, or use another file"
         ) from error
 
 

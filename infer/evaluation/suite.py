@@ -231,7 +231,9 @@ def answer_questions(
         measurements_by_turn.append(measurements)
     if not measurements_by_turn:
         raise ValueError(
-            f"{question_set.title}: every question is too long for the target, which supports {max_positions(target)} tokens including {max_new_tokens} new ones: reduce evaluation.max_new_tokens"
+            f"{question_set.title}: every question is too long for the target, which supports "
+            f"{max_positions(target)} tokens including {max_new_tokens} new ones: reduce "
+            "evaluation.max_new_tokens"
         )
     return merge_measurements(measurements_by_turn), left_out
 
@@ -319,7 +321,8 @@ def drafter_digest(checkpoint: str) -> str:
     files = sorted(find_drafter_folder(checkpoint).glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(
-            f"checkpoint={checkpoint}: the folder contains no drafter weights (*.safetensors): give the folder of a drafter"
+            f"checkpoint={checkpoint}: the folder contains no drafter weights (*.safetensors): "
+            "give the folder of a drafter"
         )
     digests = b"".join(bytes.fromhex(file_digest(file)) for file in files)
     return hashlib.sha256(digests).hexdigest()

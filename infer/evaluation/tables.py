@@ -23,7 +23,10 @@ METHOD_COLUMNS = ("method", "tokens per round (τ)", "tokens/s", "speedup", "sam
 REPLAY_TABLE_COLUMNS = ("replayed", "τ by marginals", "τ", "τ in the best order", "tokens/s")
 ENGINES_VERIFYING_CHAINS_ONLY = "vLLM, SGLang, llama.cpp and transformers"
 INSIGNIFICANT_MARK = "~"
-INSIGNIFICANT_LEGEND = f"{INSIGNIFICANT_MARK}  not significant: the interval holds 1, or there are fewer than {MIN_PROMPTS_FOR_CONFIDENCE_INTERVAL} prompts"
+INSIGNIFICANT_LEGEND = (
+    f"{INSIGNIFICANT_MARK}  not significant: the interval holds 1, or there are fewer than "
+    f"{MIN_PROMPTS_FOR_CONFIDENCE_INTERVAL} prompts"
+)
 
 
 def format_method_row(method: MethodResult) -> list[str]:
@@ -154,7 +157,8 @@ def build_replay_table(evaluation: Evaluation) -> tuple[list[Sequence[str]], str
 
     accuracies = ", ".join(
         (
-            f"{each.accuracy:.2f}{format_interval(each.interval)} after {each.prefix} by the {each.source}"
+            f"{each.accuracy:.2f}{format_interval(each.interval)} after {each.prefix} by the "
+            f"{each.source}"
         )
         for each in study.first_choices
         if any(each.attempts)
@@ -165,7 +169,11 @@ def build_replay_table(evaluation: Evaluation) -> tuple[list[Sequence[str]], str
         for tree in trees
     ]
     best = select_best_method(trees_over_chain)
-    sentence = f"How often the drafter's first choice is the target's token, in rounds of {study.nodes} nodes: {accuracies}. Of the trees, {best.label} is {describe_speedup(best)}, compared with the chain."
+    sentence = (
+        f"How often the drafter's first choice is the target's token, in rounds of {study.nodes} "
+        f"nodes: {accuracies}. Of the trees, {best.label} is {describe_speedup(best)}, compared "
+        "with the chain."
+    )
     return rows, sentence
 
 
@@ -209,8 +217,12 @@ def list_findings(evaluation: Evaluation) -> list[str]:
         if chain.name != "chain":
             continue
         sentences += [
-            f"With a chain of {chain.budget} drafted tokens, the target commits τ = {chain.tau:.2f} tokens per pass, on every machine.",
-            f"An engine that verifies chains ({ENGINES_VERIFYING_CHAINS_ONLY}) is at most {chain.tau:.2f} times as fast with this drafter: nearly that on a GPU with few requests, where a pass over {chain.budget + 1} tokens takes about as long as a pass over one, and less on a CPU, where it takes longer.",
+            f"With a chain of {chain.budget} drafted tokens, the target commits τ = "
+            f"{chain.tau:.2f} tokens per pass, on every machine.",
+            f"An engine that verifies chains ({ENGINES_VERIFYING_CHAINS_ONLY}) is at most "
+            f"{chain.tau:.2f} times as fast with this drafter: nearly that on a GPU with few "
+            f"requests, where a pass over {chain.budget + 1} tokens takes about as long as a pass "
+            "over one, and less on a CPU, where it takes longer.",
         ]
     speedups = describe_speedups(evaluation)
     if speedups is not None:
@@ -291,7 +303,8 @@ def list_measurement_notes(evaluation: Evaluation) -> list[str]:
     remeasured = sum(method.remeasured_prompts or 0 for method in methods)
     if remeasured:
         notes.append(
-            f"measured again, as it took over {MIN_TIME_RATIO_TO_REMEASURE} times the method's median time per token: {remeasured}"
+            f"measured again, as it took over {MIN_TIME_RATIO_TO_REMEASURE} times the method's "
+            f"median time per token: {remeasured}"
         )
 
     for each in evaluation.with_others:
@@ -301,7 +314,9 @@ def list_measurement_notes(evaluation: Evaluation) -> list[str]:
         loop_tokens = [result.loop_tokens for result in prompts if result.loop_tokens]
         tokens = sum(result.tokens for result in prompts)
         notes.append(
-            f"{each.prompt_set_name or 'held-out prompts'}: {len(loop_tokens)} of {len(prompts)} outputs ({len(loop_tokens) / len(prompts):.0%}) ended in repetitions, which are {sum(loop_tokens) / tokens:.0%} of {tokens} tokens"
+            f"{each.prompt_set_name or 'held-out prompts'}: {len(loop_tokens)} of {len(prompts)} "
+            f"outputs ({len(loop_tokens) / len(prompts):.0%}) ended in repetitions, which are "
+            f"{sum(loop_tokens) / tokens:.0%} of {tokens} tokens"
         )
     return notes
 

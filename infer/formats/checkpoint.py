@@ -87,7 +87,8 @@ def load_drafter(
         is_cpu = torch.device(device).type == "cpu"
         if dtype not in (None, torch.float32) or not is_cpu:
             raise ValueError(
-                "drafter.quantization=int8 requires float32 on the CPU: use target.device=cpu target.dtype=auto"
+                "drafter.quantization=int8 requires float32 on the CPU: use target.device=cpu "
+                "target.dtype=auto"
             )
     opened, reading = open_checked_folder(folder, target_layers)
     drafter = cast(Drafter, reading.build_drafter("cpu"))
@@ -132,7 +133,8 @@ def open_checked_folder(
             subfolders = f" (the folder has no subfolder {' or '.join(DRAFTER_SUBFOLDERS)} either)"
         problems = "; ".join(opened.problems)
         raise FileNotFoundError(
-            f"{opened.path} contains no drafter: {problems}{subfolders}; give the folder of a drafter"
+            f"{opened.path} contains no drafter: {problems}{subfolders}; give the folder of a "
+            "drafter"
         )
 
     reading = parse_drafter_config(opened, target_layers)
@@ -141,7 +143,8 @@ def open_checked_folder(
         raise ValueError(f"{folder}: {'; '.join(problems)}")
     if opened.config_changed:
         warnings.warn(
-            f"{folder}/config.json was changed after the weights were saved; unless you changed the file yourself, copy the folder again",
+            f"{folder}/config.json was changed after the weights were saved; unless you changed "
+            "the file yourself, copy the folder again",
             stacklevel=3,
         )
     for doubt in reading.warnings:
@@ -160,7 +163,8 @@ def check_draft_vocabulary(folder: str | Path, d2t: torch.Tensor, vocabulary_siz
     is_inside = ((tokens >= 0) & (tokens < vocabulary_size)).all()
     if not is_inside or len(tokens.unique()) < len(tokens):
         raise ValueError(
-            f"{folder}: the tensor d2t maps two draft tokens to the same target token, or one to an id outside the vocabulary (0 to {vocabulary_size - 1}); copy the drafter again"
+            f"{folder}: the tensor d2t maps two draft tokens to the same target token, or one to "
+            f"an id outside the vocabulary (0 to {vocabulary_size - 1}); copy the drafter again"
         )
 
 
@@ -173,5 +177,7 @@ def require_zero_d2t(folder: str | Path, d2t: torch.Tensor) -> None:
     """
     if d2t.any():
         raise ValueError(
-            f"{folder}: draft_vocab_size is more than vocab_size, and the tensor d2t is not zero everywhere. Such a drafter is supported only if d2t is zero, which maps every token to itself"
+            f"{folder}: draft_vocab_size is more than vocab_size, and the tensor d2t is not zero "
+            "everywhere. Such a drafter is supported only if d2t is zero, which maps every token "
+            "to itself"
         )

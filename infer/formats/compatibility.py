@@ -150,7 +150,8 @@ def find_engine_problems(folder: DrafterFolder, reading: ParsedConfig, engine: s
     if reading.layout_name not in (*layouts, "none"):
         architectures = folder.config.get("architectures")
         problems.append(
-            f"config.json: the layout is {reading.layout_name} (architectures {architectures}), expected the layout {layouts[0]}"
+            f"config.json: the layout is {reading.layout_name} (architectures {architectures}), "
+            f"expected the layout {layouts[0]}"
         )
         return problems
     problems += reading.problems
@@ -197,7 +198,8 @@ def find_missing_or_different_keys(config: dict, reading: ParsedConfig) -> Engin
     ) != find_head_spec(config):
         yield (
             (VLLM_ENGINE,),
-            "markov_rank is missing at the top level, where vLLM reads it; vLLM does not support Domino drafters",
+            "markov_rank is missing at the top level, where vLLM reads it; vLLM does not support "
+            "Domino drafters",
         )
     if config.get("model_type") != "qwen3":
         yield (VLLM_ENGINE,), f"model_type is {config.get('model_type')!r}, expected 'qwen3'"
@@ -239,18 +241,21 @@ def find_unsupported_features(config: dict, reading: ParsedConfig) -> EngineProb
     if head is not None and head.presence_key not in supported_keys:
         yield (
             ENGINES_WITH_CHECKED_FEATURES,
-            f"{head.presence_key} is {family_config[head.presence_key]!r}: the engine would draft without the conditional head",
+            f"{head.presence_key} is {family_config[head.presence_key]!r}: the engine would draft "
+            "without the conditional head",
         )
     kernel_size = family_config.get("conv_kernel_size")
     if kernel_size and "conv_kernel_size" not in supported_keys:
         yield (
             ENGINES_WITH_CHECKED_FEATURES,
-            f"conv_kernel_size is {kernel_size}: the engine supports no convolutions in this layout",
+            f"conv_kernel_size is {kernel_size}: the engine supports no convolutions in this "
+            "layout",
         )
     if family_config.get("layer_fusion") and "layer_fusion" not in supported_keys:
         yield (
             ENGINES_WITH_CHECKED_FEATURES,
-            "layer_fusion is true: in the engine, all drafter layers read the same mix of the target's layers",
+            "layer_fusion is true: in the engine, all drafter layers read the same mix of the "
+            "target's layers",
         )
     if family_config.get("sample_from_anchor") and "sample_from_anchor" not in supported_keys:
         yield (
@@ -293,7 +298,8 @@ def find_final_norm_differences(reading: ParsedConfig) -> EngineProblems:
     if last_layer_features is not None:
         yield (
             (SGLANG_ENGINE,),
-            "target_layer_ids contains the target's last layer: SGLang reads the output of a layer at the input of the next layer, and the last layer has no next layer",
+            "target_layer_ids contains the target's last layer: SGLang reads the output of a "
+            "layer at the input of the next layer, and the last layer has no next layer",
         )
 
 
@@ -360,7 +366,8 @@ def find_engine_tensor_problems(
     takes_stored = engine in (VLLM_ENGINE, SPECULATORS_ENGINE)
     if takes_stored and has_reduced_vocabulary and "lm_head.weight" not in folder.tensors:
         problems.append(
-            "lm_head.weight is missing; with draft_vocab_size it is required, because the target's head has other rows"
+            "lm_head.weight is missing; with draft_vocab_size it is required, because the "
+            "target's head has other rows"
         )
     takes_targets = (
         engine in (SGLANG_ENGINE, DFLASH_AUTHORS_ENGINE) and reading.layout_name != "DeepSpec"

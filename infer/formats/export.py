@@ -48,13 +48,15 @@ def find_attention_limits(drafter: Drafter) -> dict[str, str]:
         )
     else:
         limits["not from anchor"] = (
-            "its first slot, that of the bonus token, drafts no token (train with drafter.sample_from_anchor=true)"
+            "its first slot, that of the bonus token, drafts no token (train with "
+            "drafter.sample_from_anchor=true)"
         )
     if any(causal for causal, _ in patterns):
         limits["causal"] = "it has layers that are causal inside the block"
     if (True, None) in patterns:
         limits["full and causal"] = (
-            "it has layers with full attention that are causal inside the block (dflash_config.causal is true)"
+            "it has layers with full attention that are causal inside the block "
+            "(dflash_config.causal is true)"
         )
     if any(window for _, window in patterns):
         limits["sliding"] = "it has layers with a sliding window"
@@ -62,7 +64,8 @@ def find_attention_limits(drafter: Drafter) -> dict[str, str]:
         limits["window of 1"] = "the format cannot express its sliding window of 1 position"
     if rope_type == "llama3":
         limits["llama3"] = (
-            "it has Llama 3's scaling of rotary embeddings, which llama.cpp does not support in a drafter"
+            "it has Llama 3's scaling of rotary embeddings, which llama.cpp does not support in a "
+            "drafter"
         )
     if family_config.get("layer_fusion"):
         limits["layer fusion"] = (
@@ -85,11 +88,13 @@ def find_head_limits(drafter: Drafter) -> dict[str, str]:
     limits = {}
     if family_config.get("markov_head_type") == "rnn" and not starts_at_anchor:
         limits["recurrent"] = (
-            "its conditional head is recurrent, which the format supports only if sample_from_anchor is true"
+            "its conditional head is recurrent, which the format supports only if "
+            "sample_from_anchor is true"
         )
     if drafter.head_spec is not None and drafter.d2t is not None:
         limits["reduced vocabulary"] = (
-            "its conditional head has a reduced vocabulary, and the format supports only the whole vocabulary (train with drafter.draft_vocab_size=0)"
+            "its conditional head has a reduced vocabulary, and the format supports only the "
+            "whole vocabulary (train with drafter.draft_vocab_size=0)"
         )
     if drafter.head_spec is None or drafter.head_spec.name != "selector":
         return limits
@@ -102,18 +107,22 @@ def find_head_limits(drafter: Drafter) -> dict[str, str]:
         limits["reduced selector vocabulary"] = "its selector head has a reduced vocabulary"
     if starts_at_anchor:
         limits["selector from anchor"] = (
-            "its selector head also chooses a token in the first slot, that of the bonus token (sample_from_anchor is true)"
+            "its selector head also chooses a token in the first slot, that of the bonus token "
+            "(sample_from_anchor is true)"
         )
     if top_k > MAX_EXPORTED_SELECTOR_TOP_K:
         limits["selector size"] = (
-            f"its selector head chooses among {top_k} tokens, but at most {MAX_EXPORTED_SELECTOR_TOP_K} are allowed, because engines store scores for all pairs of these tokens (set drafter.head.top_k, for example to 16)"
+            f"its selector head chooses among {top_k} tokens, but at most "
+            f"{MAX_EXPORTED_SELECTOR_TOP_K} are allowed, because engines store scores for all "
+            "pairs of these tokens (set drafter.head.top_k, for example to 16)"
         )
     # For each position, llama.cpp stores top_k token ids and the scores of top_k * top_k pairs of
     # consecutive tokens in a buffer of hidden_size values.
     if top_k * (top_k + 1) > hidden_size:
         max_top_k = int((hidden_size + 0.25) ** 0.5 - 0.5)
         limits["selector pairs"] = (
-            f"its selector head chooses among {top_k} tokens, and llama.cpp supports at most {max_top_k} with hidden_size={hidden_size} (set drafter.head.top_k)"
+            f"its selector head chooses among {top_k} tokens, and llama.cpp supports at most "
+            f"{max_top_k} with hidden_size={hidden_size} (set drafter.head.top_k)"
         )
     return limits
 
@@ -187,7 +196,8 @@ def add_embedding_and_head(
     """
     if target is None:
         raise ValueError(
-            f"format={format} stores the target's embedding and output head: set target.path to the target"
+            f"format={format} stores the target's embedding and output head: set target.path to "
+            "the target"
         )
     weights = drafter.state_dict()
     target_weights = {
@@ -213,13 +223,15 @@ def drop_embedding_and_head(
     if drafter.embed_tokens is not None or drafter.lm_head is not None:
         if target is None:
             raise ValueError(
-                f"format={format} does not store the drafter's own embedding or output head: set target.path to the target, so that they can be compared with the target's"
+                f"format={format} does not store the drafter's own embedding or output head: set "
+                "target.path to the target, so that they can be compared with the target's"
             )
         try:
             remove_copied_embedding_and_head(drafter, target)
         except ValueError as error:
             raise ValueError(
-                f"format={format} cannot store the drafter's own embedding or output head, but {error}"
+                f"format={format} cannot store the drafter's own embedding or output head, but "
+                f"{error}"
             ) from error
     return drafter.state_dict()
 
@@ -237,7 +249,10 @@ def check_base_model_sizes(name: str, drafter: Drafter) -> str | None:
         expected = get_target_sizes(drafter.config)
         sizes = get_target_sizes(load_config(name).get_text_config())
     except FileNotFoundError:
-        return f"base_model={name}: the config.json of this model could not be read, so it was not checked that the drafter fits the model"
+        return (
+            f"base_model={name}: the config.json of this model could not be read, so it was not "
+            "checked that the drafter fits the model"
+        )
     wrong = [
         f"{key} {sizes[key]}, expected {size}"
         for key, size in expected.items()
@@ -245,7 +260,8 @@ def check_base_model_sizes(name: str, drafter: Drafter) -> str | None:
     ]
     if wrong:
         raise ValueError(
-            f"base_model={name} is not the target of this drafter: it has {'; '.join(wrong)}. Give the model for which the drafter was trained"
+            f"base_model={name} is not the target of this drafter: it has {'; '.join(wrong)}. "
+            "Give the model for which the drafter was trained"
         )
     return None
 

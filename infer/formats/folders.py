@@ -83,7 +83,8 @@ class DrafterFolder:
                 saved = (opened.metadata() or {}).get("sha256")
                 if saved is not None and saved != digest_tensors(opened.keys(), opened.get_tensor):
                     raise ValueError(
-                        f"{file} is altered: the SHA-256 of its weights differs from the one that was stored with them; copy the file again"
+                        f"{file} is altered: the SHA-256 of its weights differs from the one that "
+                        "was stored with them; copy the file again"
                     )
                 for name in names:
                     tensor = self.tensors[name]
@@ -135,7 +136,9 @@ def find_drafter_folder(path: str | Path) -> Path:
         return folder
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(path)):
         raise FileNotFoundError(
-            f"{path} is neither a folder nor an id on the Hugging Face hub: use checkpoint=<folder of a drafter>, or checkpoint=lookup (prompt lookup), which needs no drafter"
+            f"{path} is neither a folder nor an id on the Hugging Face hub: use "
+            "checkpoint=<folder of a drafter>, or checkpoint=lookup (prompt lookup), which needs "
+            "no drafter"
         )
     from huggingface_hub import snapshot_download
 
@@ -143,7 +146,8 @@ def find_drafter_folder(path: str | Path) -> Path:
         return Path(snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors"]))
     except (OSError, ValueError) as error:
         raise FileNotFoundError(
-            f"{path}: found neither as a local folder nor on the Hugging Face hub. Without a network, download the drafter on another machine and pass the path of the folder"
+            f"{path}: found neither as a local folder nor on the Hugging Face hub. Without a "
+            "network, download the drafter on another machine and pass the path of the folder"
         ) from error
 
 
@@ -163,7 +167,8 @@ def open_drafter_folder(path: str | Path) -> DrafterFolder:
         other_names = find_other_weights(folder, file_names)
         if other_names:
             problems.append(
-                f"these files contain tensors that would not be loaded: {', '.join(other_names)}; move them to another folder if they do not belong to the drafter"
+                f"these files contain tensors that would not be loaded: {', '.join(other_names)}; "
+                "move them to another folder if they do not belong to the drafter"
             )
 
     tensors: dict[str, StoredTensor] = {}
@@ -175,7 +180,8 @@ def open_drafter_folder(path: str | Path) -> DrafterFolder:
             config_changed = True
     if (folder / "mask_embedding.pt").exists():
         problems.append(
-            "the folder contains mask_embedding.pt, a separate embedding of the mask token, which this project's drafters do not support"
+            "the folder contains mask_embedding.pt, a separate embedding of the mask token, which "
+            "this project's drafters do not support"
         )
     return DrafterFolder(folder, config, tensors, problems, config_changed)
 
@@ -218,7 +224,8 @@ def _list_weight_files(folder: Path, problems: list[str]) -> list[str]:
             file_names.append(file_name)
         else:
             problems.append(
-                f"{WEIGHTS_INDEX_NAME} names {file_name!r}, but this folder contains no such safetensors file"
+                f"{WEIGHTS_INDEX_NAME} names {file_name!r}, but this folder contains no such "
+                "safetensors file"
             )
     return file_names
 

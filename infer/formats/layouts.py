@@ -58,7 +58,8 @@ def parse_drafter_config(folder: DrafterFolder, target_layers: int | None = None
             )
     architectures = ", ".join(f"['{family.architecture}']" for family in DRAFTER_FAMILIES.values())
     return build_unreadable_config_result(
-        f"architectures is {raw.get('architectures')}, expected {architectures}, or the class name of another public layout of these drafters"
+        f"architectures is {raw.get('architectures')}, expected {architectures}, or the class "
+        "name of another public layout of these drafters"
     )
 
 

@@ -116,7 +116,8 @@ def load_validated_kernels(import_path: str, device: torch.device) -> Kernels:
         reason = run_check(checks[name], operation, device)
         if reason:
             warnings.warn(
-                f"the PyTorch reference of {name} is used (slower, but correct), because the fast version in {import_path} failed its check: {reason}",
+                f"the PyTorch reference of {name} is used (slower, but correct), because the fast "
+                f"version in {import_path} failed its check: {reason}",
                 stacklevel=2,
             )
         else:

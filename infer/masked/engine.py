@@ -96,7 +96,8 @@ class MaskedRunner:
         `processors` is not empty."""
         if processors:
             raise ValueError(
-                "masked diffusion decoding does not support logits processors, since its outputs do not grow from left to right; leave the logits processors out"
+                "masked diffusion decoding does not support logits processors, since its outputs "
+                "do not grow from left to right; leave the logits processors out"
             )
         return MaskedSequence(prompt, options)
 

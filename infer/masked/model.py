@@ -214,7 +214,8 @@ class MaskedModel:
         """
         if not self.supports_masks_and_cache:
             raise ValueError(
-                f"cache=dual: {self.name} runs the code of its repository, which does not support our KV cache; use cache=none"
+                f"cache=dual: {self.name} runs the code of its repository, which does not support "
+                "our KV cache; use cache=none"
             )
         config = self.config
         heads = config.num_key_value_heads
@@ -240,7 +241,8 @@ def load_masked(
     needs_remote_code = model_type.lower() in MASK_TOKEN_AND_SHIFT_BY_REMOTE_MODEL_TYPE
     if needs_remote_code and not trust_remote_code:
         raise ValueError(
-            f"target.path={path}: {model_type} models run code that comes with them; read this code, then allow it with target.trust_remote_code=true"
+            f"target.path={path}: {model_type} models run code that comes with them; read this "
+            "code, then allow it with target.trust_remote_code=true"
         )
 
     torch_device = resolve_device(device)
@@ -274,7 +276,9 @@ def load_remote_code_model(
     except (AttributeError, ImportError, KeyError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(
-            f"target.path={path}: the model's own code does not run with transformers {__version__} ({reason}); install the transformers release that the model's code was written for"
+            f"target.path={path}: the model's own code does not run with transformers "
+            f"{__version__} ({reason}); install the transformers release that the model's code "
+            "was written for"
         ) from error
 
     weights = {}
@@ -283,7 +287,9 @@ def load_remote_code_model(
     mismatched_names = sorted(weights.keys() ^ model.state_dict().keys())
     if mismatched_names:
         raise ValueError(
-            f"target.path={path}: {len(mismatched_names)} tensors are only in the weight files or only in the model's code, for example {mismatched_names[0]}; download the model again"
+            f"target.path={path}: {len(mismatched_names)} tensors are only in the weight files or "
+            f"only in the model's code, for example {mismatched_names[0]}; download the model "
+            "again"
         )
     with explain_load_errors(path):  # fails if tensors have wrong shapes
         model.load_state_dict(weights)
@@ -308,7 +314,9 @@ def get_mask_token_and_shift(path: str, config: dict) -> tuple[int, bool]:
         shifted = bool(diffusion_config.get("shifted", False))
     else:
         raise ValueError(
-            f"target.path={path}: this {config['model_type']} model is no masked diffusion model (its config.json has no key {MASKED_DIFFUSION_TARGET_KIND.config_key}); use LLaDA, Dream, or a masked diffusion model that was trained with this program"
+            f"target.path={path}: this {config['model_type']} model is no masked diffusion model "
+            f"(its config.json has no key {MASKED_DIFFUSION_TARGET_KIND.config_key}); use LLaDA, "
+            "Dream, or a masked diffusion model that was trained with this program"
         )
 
     mask_token_id = config.get("mask_token_id")
@@ -316,6 +324,7 @@ def get_mask_token_and_shift(path: str, config: dict) -> tuple[int, bool]:
         mask_token_id = default_mask_token
     if mask_token_id is None:
         raise ValueError(
-            f"target.path={path}: this model has no mask token; add mask_token_id, the id of the mask token, to its config.json"
+            f"target.path={path}: this model has no mask token; add mask_token_id, the id of the "
+            "mask token, to its config.json"
         )
     return mask_token_id, shifted

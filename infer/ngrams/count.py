@@ -51,7 +51,9 @@ def count_ngrams(
     bits = vocabulary.bit_length()
     if not 1 <= order <= NGRAM_KEY_BITS // bits:
         raise ValueError(
-            f"order={order} is not possible for a vocabulary of {vocabulary} token ids; choose an order from 1 to {NGRAM_KEY_BITS // bits}, since a token id takes {bits} of the {NGRAM_KEY_BITS} bits in which an n-gram is stored"
+            f"order={order} is not possible for a vocabulary of {vocabulary} token ids; choose an "
+            f"order from 1 to {NGRAM_KEY_BITS // bits}, since a token id takes {bits} of the "
+            f"{NGRAM_KEY_BITS} bits in which an n-gram is stored"
         )
     keys_of_documents = []
     total = 0
@@ -83,7 +85,8 @@ def pack_document_ngrams(
     for token in extremes:
         if not 0 <= token < vocabulary:
             raise ValueError(
-                f"document {document_number} has token id {token}, outside the vocabulary of {vocabulary} ids; tokenize the documents with the tokenizer of this vocabulary"
+                f"document {document_number} has token id {token}, outside the vocabulary of "
+                f"{vocabulary} ids; tokenize the documents with the tokenizer of this vocabulary"
             )
     codes = np.pad((tokens + 1).astype(np.uint64), (0, order - 1))
     keys = np.zeros(len(tokens), np.uint64)

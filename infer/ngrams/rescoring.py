@@ -9,7 +9,7 @@ are then scaled, so that the candidates have the same total probability as under
 The score of a node is at most that of its parent, because log-probabilities are at most 0. DDTree's
 search therefore finds the nodes with the highest scores exactly, as it does without n-grams. A text
 repeats names and phrases, so the n-gram probabilities of the corpus are corrected by counts in the
-sequence itself (`blend_context_counts`).
+sequence itself (`blend_sequence_counts`).
 
 The search stores trie nodes with each path: `suffix_nodes[k]` is the node of the path's last k + 1
 tokens, or -1 if this n-gram does not occur in the corpus. When a path grows by a token, each of

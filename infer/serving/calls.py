@@ -254,7 +254,8 @@ class AnswerFormat:
         call_format = self.call_format
         if call_format is None or call_format.arguments_key is None:
             raise ValueError(
-                'tool_choice requires a tool call, but the format of this model\'s tool calls is unknown: use tool_choice="auto"'
+                "tool_choice requires a tool call, but the format of this model's tool calls is "
+                'unknown: use tool_choice="auto"'
             )
         special_tokens = [
             token

@@ -25,7 +25,7 @@ from infer.serving.regeneration_task import (
 
 MAX_REQUEST_ATTEMPTS = 3  # number of failed requests after which an example counts as failed
 # Delay after the first failed request; four times as long after the second
-RETRY_DELAY_SECONDS = 1.0
+FIRST_RETRY_DELAY_SECONDS = 1.0
 MAX_OUTAGE_SECONDS = 60.0  # the run ends if the server accepts no connection for this time
 CONNECT_TIMEOUT_SECONDS = 10.0
 READ_TIMEOUT_SECONDS = 600.0
@@ -263,5 +263,5 @@ class OpenAIClient:
         # The server would refuse the same request again, so the example fails. Status 400 may mean
         # that the chat has become too long. In this case, the answers to its earlier turns are
         # kept.
-        task.fail(message, keep_answers=status == 400)
+        task.fail_or_end_chat(message, keep_answers=status == 400)
         return None

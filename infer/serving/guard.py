@@ -47,7 +47,10 @@ class RequestGuard:
     def __init__(self, app: ASGIApp, options: ServerConfig) -> None:
         self.app = app
         self.max_body_bytes = options.max_body_bytes
-        self.too_large_message = f"the request body is larger than {self.max_body_bytes} bytes: send less, or start the server with a larger server.max_body_bytes"
+        self.too_large_message = (
+            f"the request body is larger than {self.max_body_bytes} bytes: send less, or start "
+            "the server with a larger server.max_body_bytes"
+        )
         key = options.read_api_key()
         self.expected_authorization = None if key is None else b"Bearer " + key
         self.requires_local_host = (
@@ -68,7 +71,9 @@ class RequestGuard:
         if self.requires_local_host and host and not is_loopback(parse_hostname(host)):
             return make_error_response(
                 403,
-                f"this server accepts requests to localhost and 127.0.0.1 only, not to {host[:MAX_QUOTED_HOST_CHARACTERS]}: use one of these addresses, or start the server with server.allow_unauthenticated=true",
+                "this server accepts requests to localhost and 127.0.0.1 only, not to "
+                f"{host[:MAX_QUOTED_HOST_CHARACTERS]}: use one of these addresses, or start the "
+                "server with server.allow_unauthenticated=true",
             )
         if self.expected_authorization is None or scope["path"] == "/health":
             return None
@@ -100,7 +105,8 @@ class RequestGuard:
             except TimeoutError as error:
                 raise HTTPException(
                     408,
-                    f"the request is incomplete, and no data arrived for {MAX_PAUSE_IN_REQUEST_BODY_SECONDS} s: send the request again",
+                    "the request is incomplete, and no data arrived for "
+                    f"{MAX_PAUSE_IN_REQUEST_BODY_SECONDS} s: send the request again",
                     CLOSE_CONNECTION,
                 ) from error
             received_bytes += len(message.get("body", b""))

@@ -68,7 +68,8 @@ def _refuse_another_model(model: Any, target: Target) -> None:
     """Raise ValueError if `generate` is called on another model than `target`."""
     if model is not target.model:
         raise ValueError(
-            "custom_generate was created for another model: pass custom_generate=speculative(Target(model), drafter) with this model"
+            "custom_generate was created for another model: pass "
+            "custom_generate=speculative(Target(model), drafter) with this model"
         )
 
 
@@ -209,7 +210,8 @@ def _adapt_processor_to_row(
     """
     if isinstance(processor, LOGITS_PROCESSORS_STORING_BATCH_PROMPTS) and batch_size > 1:
         raise ValueError(
-            f"encoder_repetition_penalty and encoder_no_repeat_ngram_size work with a single prompt only, and the batch has {batch_size}: call generate once for each prompt"
+            "encoder_repetition_penalty and encoder_no_repeat_ngram_size work with a single "
+            f"prompt only, and the batch has {batch_size}: call generate once for each prompt"
         )
     if isinstance(processor, PrefixConstrainedLogitsProcessor):
         constrained: Any = copy(processor)
@@ -349,21 +351,25 @@ def _refuse_unsupported(
     )
     if config.num_beams not in (None, 1):
         raise ValueError(
-            f"num_beams={config.num_beams}: speculative decoding does not support beam search; use num_beams=1"
+            f"num_beams={config.num_beams}: speculative decoding does not support beam search; "
+            "use num_beams=1"
         )
     if unsupported:
         raise ValueError(
-            f"generate was called with {', '.join(unsupported)}, which speculative decoding does not support: remove {', '.join(unsupported)}"
+            f"generate was called with {', '.join(unsupported)}, which speculative decoding does "
+            f"not support: remove {', '.join(unsupported)}"
         )
     if attention_mask is None:
         return
     if attention_mask.dim() != 2:
         raise ValueError(
-            f"attention_mask has {attention_mask.dim()} dimensions: give a mask with 2 dimensions, (batch, tokens)"
+            f"attention_mask has {attention_mask.dim()} dimensions: give a mask with 2 "
+            "dimensions, (batch, tokens)"
         )
     if (attention_mask.diff(dim=1) < 0).any():
         raise ValueError(
-            "attention_mask has padding on the right of a prompt: pad prompts on the left (tokenizer.padding_side = 'left')"
+            "attention_mask has padding on the right of a prompt: pad prompts on the left "
+            "(tokenizer.padding_side = 'left')"
         )
 
 

@@ -229,6 +229,7 @@ class ResponseFormat(StrictModel):
         """
         if (self.type == "json_schema") != ("schema" in self.json_schema):
             raise ValueError(
-                f'response_format: type "json_schema" requires json_schema.schema, and other types do not allow it; the type is {self.type!r}: change the type or the schema'
+                'response_format: type "json_schema" requires json_schema.schema, and other '
+                f"types do not allow it; the type is {self.type!r}: change the type or the schema"
             )
         return self

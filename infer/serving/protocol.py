@@ -52,7 +52,8 @@ def normalise_prompts(value: Any) -> Any:
         and not isinstance(prompts[0], int)
     ):
         raise ValueError(
-            f"the request has {len(prompts)} prompts, at most {MAX_PROMPTS_PER_REQUEST} are allowed: send several requests"
+            f"the request has {len(prompts)} prompts, at most {MAX_PROMPTS_PER_REQUEST} are "
+            "allowed: send several requests"
         )
     return prompts
 
@@ -64,7 +65,8 @@ def check_metadata_count(value: Any) -> Any:
     """
     if isinstance(value, dict) and len(value) > MAX_METADATA_PAIRS:
         raise ValueError(
-            f"metadata has {len(value)} entries, at most {MAX_METADATA_PAIRS} are allowed: send fewer entries"
+            f"metadata has {len(value)} entries, at most {MAX_METADATA_PAIRS} are allowed: send "
+            "fewer entries"
         )
     return value
 
@@ -122,7 +124,8 @@ class CompletionRequest(StrictModel):
         """Raise ValueError if `stream_options` or `trace` is given without stream=true."""
         if (self.stream_options or self.trace) and not self.stream:
             raise ValueError(
-                "stream_options and trace work with stream=true only: add stream=true, or remove stream_options and trace"
+                "stream_options and trace work with stream=true only: add stream=true, or remove "
+                "stream_options and trace"
             )
         return self
 
@@ -202,7 +205,8 @@ class CompletionRequest(StrictModel):
                 fields.append(field)
         if len(fields) > 1:
             raise ValueError(
-                f"the request has {' and '.join(fields)}, but an answer can follow only one of these constraints: keep one and remove the others"
+                f"the request has {' and '.join(fields)}, but an answer can follow only one of "
+                "these constraints: keep one and remove the others"
             )
         return options
 
@@ -275,25 +279,29 @@ class ChatRequest(CompletionRequest):
         """Raise ValueError for fields that contradict each other, or that would have no effect."""
         if self.top_logprobs and not self.logprobs:
             raise ValueError(
-                "top_logprobs works with logprobs=true only: add logprobs=true, or remove top_logprobs"
+                "top_logprobs works with logprobs=true only: add logprobs=true, or remove "
+                "top_logprobs"
             )
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) > 1:
             raise ValueError(
-                "max_tokens is the old name of max_completion_tokens, and the two have different values: remove max_tokens"
+                "max_tokens is the old name of max_completion_tokens, and the two have different "
+                "values: remove max_tokens"
             )
         names = [tool.function.name for tool in self.tools]
         if len(set(names)) < len(names):
             raise ValueError("tools: two tools have the same name; give every tool its own name")
         if self.required_call_candidates == []:
             raise ValueError(
-                'tool_choice requires a tool that is not in tools: add the tool, or use tool_choice="auto"'
+                "tool_choice requires a tool that is not in tools: add the tool, or use "
+                'tool_choice="auto"'
             )
         if self.required_call_candidates is not None:
             options = list(self.grammar_options())
             if options:
                 raise ValueError(
-                    f"tool_choice: an answer that must call a tool cannot also follow the constraint {options[0]}; remove one of the two from the request"
+                    "tool_choice: an answer that must call a tool cannot also follow the "
+                    f"constraint {options[0]}; remove one of the two from the request"
                 )
         return self
 

@@ -36,7 +36,7 @@ SETTINGS_NOT_CHANGING_REGENERATED_ANSWERS = ("data.bad_rows", "data.max_invalid_
 # batch size of the engine. Records are yielded in the order of the examples, so a slow example
 # holds back the finished ones after it. With a larger number, the batch stays full for a longer
 # time while this example runs.
-STARTED_TASKS_PER_ENGINE_BATCH_ROW = 4
+MAX_UNYIELDED_EXAMPLES_PER_BATCH_ROW = 4
 REGENERATION_PROMPT_END_TOKENS_SEARCHED = (
     8  # "<think>" is searched in this number of tokens at the end of a prompt
 )

@@ -50,7 +50,8 @@ async def handle_validation_error(request: Request, error: RequestValidationErro
     if "json" not in content_type:
         return make_error_response(
             400,
-            f"the header Content-Type is '{content_type[:MAX_QUOTED_CONTENT_TYPE_CHARACTERS]}': send the request as JSON with Content-Type: application/json",
+            f"the header Content-Type is '{content_type[:MAX_QUOTED_CONTENT_TYPE_CHARACTERS]}': "
+            "send the request as JSON with Content-Type: application/json",
         )
     first_error = error.errors()[0]
     field = ".".join(str(key) for key in first_error["loc"] if key != "body")

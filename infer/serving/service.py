@@ -149,7 +149,8 @@ class CompletionService:
         if request.model not in (None, self.model_name):
             raise HTTPException(
                 404,
-                f"this server has no model {request.model!r}: use {self.model_name!r}, or leave out the field model",
+                f"this server has no model {request.model!r}: use {self.model_name!r}, or leave "
+                "out the field model",
             )
         prompts = request.prompts()
         sequence_count = len(prompts) * request.n
@@ -158,12 +159,14 @@ class CompletionService:
         if sequence_count > limit:
             raise HTTPException(
                 400,
-                f"the request asks for {sequence_count} sequences, this server allows {limit} (server.max_requests): send several requests",
+                f"the request asks for {sequence_count} sequences, this server allows {limit} "
+                "(server.max_requests): send several requests",
             )
         if active_count + sequence_count > limit:
             raise HTTPException(
                 429,
-                f"{active_count} sequences are running or waiting, this server allows {limit}: try again later",
+                f"{active_count} sequences are running or waiting, this server allows {limit}: "
+                "try again later",
             )
         return prompts
 
@@ -228,7 +231,8 @@ class CompletionService:
                 check_property_count(tool.parameters)
             if self.answer_format is None:
                 raise ValueError(
-                    'tool_choice requires a tool call, but the format of this model\'s tool calls is unknown: use tool_choice="auto"'
+                    "tool_choice requires a tool call, but the format of this model's tool calls "
+                    'is unknown: use tool_choice="auto"'
                 )
             grammar = self.answer_format.build_tool_call_grammar(
                 tools,

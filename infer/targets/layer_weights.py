@@ -89,7 +89,8 @@ def get_embedding_head_and_norm_shapes(
     children = dict(find_decoder(model).named_children())
     if "norm" not in children:
         raise ValueError(
-            f"target.path={path}: the target's last norm is not named `norm`, so it cannot be loaded without the rest of the model; set features=null"
+            f"target.path={path}: the target's last norm is not named `norm`, so it cannot be "
+            "loaded without the rest of the model; set features=null"
         )
     modules = {"embedding": model.get_input_embeddings(), "last norm": children["norm"]}
     head = model.get_output_embeddings()
@@ -101,7 +102,8 @@ def get_embedding_head_and_norm_shapes(
         missing = [name for name in module_shapes if name not in shapes]
         if missing:
             raise ValueError(
-                f"target.path={path}: the weight files contain no tensor {missing[0]}, which is the target's {title}; {DOWNLOAD_AGAIN_HINT}, or set features=null"
+                f"target.path={path}: the weight files contain no tensor {missing[0]}, which is "
+                f"the target's {title}; {DOWNLOAD_AGAIN_HINT}, or set features=null"
             )
         required |= module_shapes
     return required

@@ -92,7 +92,8 @@ def join_linears(modules: list[nn.Module]) -> object:
     if hasattr(first, "can_join"):
         if not first.can_join(modules):
             raise UnsupportedLayer(
-                "our decoder does not support int8 layers with a common input that they quantise with different scales or bit widths"
+                "our decoder does not support int8 layers with a common input that they quantise "
+                "with different scales or bit widths"
             )
         return first.join(modules, join_in_place)
     if any(type(module) is not nn.Linear for module in modules):
@@ -230,7 +231,8 @@ def convert_layer(
     projections = [attention_children[name] for name in names if name in attention_children]
     if len(projections) < len(names):
         raise UnsupportedLayer(
-            f"our decoder does not know the names of the projections in attention modules of the class {type(attention).__name__}"
+            "our decoder does not know the names of the projections in attention modules of the "
+            f"class {type(attention).__name__}"
         )
     # Convert the norms first. If one is not supported, this raises an exception before
     # `join_linears` below has moved weights.

@@ -66,7 +66,10 @@ TARGET_DTYPES = {
     "float64": torch.float64,
 }
 NVIDIA_DEVICE_FILE = Path("/dev/nvidia0")
-UNUSABLE_GPU_TORCH_HINT = f"torch {torch.__version__} (CUDA {torch.version.cuda}) can use; install a torch that is built for the driver's CUDA version"
+UNUSABLE_GPU_TORCH_HINT = (
+    f"torch {torch.__version__} (CUDA {torch.version.cuda}) can use; install a torch that is "
+    "built for the driver's CUDA version"
+)
 
 
 def resolve_device(name: str) -> torch.device:
@@ -78,7 +81,8 @@ def resolve_device(name: str) -> torch.device:
         hides_gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
         if NVIDIA_DEVICE_FILE.exists() and not has_cuda and not hides_gpus:
             raise ValueError(
-                f"{NVIDIA_DEVICE_FILE} exists, but this machine has no GPU that {UNUSABLE_GPU_TORCH_HINT}, or choose the CPU with target.device=cpu"
+                f"{NVIDIA_DEVICE_FILE} exists, but this machine has no GPU that "
+                f"{UNUSABLE_GPU_TORCH_HINT}, or choose the CPU with target.device=cpu"
             )
         return torch.device("cuda" if has_cuda else "cpu")
     try:
@@ -95,7 +99,8 @@ def resolve_device(name: str) -> torch.device:
         raise ValueError(f"target.device={name}: there is no GPU that {UNUSABLE_GPU_TORCH_HINT}")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(
-            f"target.device={name}: this machine has {torch.cuda.device_count()} GPUs, numbered from 0; use one of them"
+            f"target.device={name}: this machine has {torch.cuda.device_count()} GPUs, numbered "
+            "from 0; use one of them"
         )
     return device
 
@@ -194,7 +199,9 @@ def explain_load_errors(path: str, failure: str = MODEL_LOAD_FAILURE_MESSAGE) ->
             raise
         if not folder.is_dir() and isinstance(error, (OSError, ValueError)):
             raise FileNotFoundError(
-                f"target.path={path}: found neither as a local folder nor on the model hub. Download the model once on a machine with network access, then set target.path=/path/to/folder"
+                f"target.path={path}: found neither as a local folder nor on the model hub. "
+                "Download the model once on a machine with network access, then set "
+                "target.path=/path/to/folder"
             ) from error
         if folder.is_dir() and not (folder / "config.json").is_file():
             raise FileNotFoundError(
@@ -251,7 +258,8 @@ def load_target(
     if quantization == "int8" and only_layers is None:
         if torch_device.type != "cpu":
             raise ValueError(
-                f"target.quantization=int8 runs only on a CPU, not on {torch_device}; set target.device=cpu"
+                f"target.quantization=int8 runs only on a CPU, not on {torch_device}; set "
+                "target.device=cpu"
             )
         package = load_int8_package()
         return package.load_int8_target(path, trust_remote_code, chat_template_kwargs)
@@ -308,7 +316,8 @@ def read_local_shapes(path: str, config: PretrainedConfig) -> dict[str, Shape]:
     num_layers = config.get_text_config().num_hidden_layers
     if shapes and num_layers > len(shapes):
         raise ValueError(
-            f"target.path={path}: config.json has num_hidden_layers={num_layers}, more than the {len(shapes)} tensors of the weight files allow; {DOWNLOAD_AGAIN_HINT}"
+            f"target.path={path}: config.json has num_hidden_layers={num_layers}, more than the "
+            f"{len(shapes)} tensors of the weight files allow; {DOWNLOAD_AGAIN_HINT}"
         )
     return shapes
 

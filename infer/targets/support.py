@@ -173,7 +173,9 @@ def refuse_length_dependent_rope(config: "PretrainedConfig", length: int, remedy
     max_length = get_max_length_with_fixed_rope(config)
     if max_length is not None and length > max_length:
         raise ValueError(
-            f"{length} positions are needed, but this target's rotary angles or its position-dependent query scales change beyond {max_length} positions, which is not supported; {remedy}"
+            f"{length} positions are needed, but this target's rotary angles or its "
+            f"position-dependent query scales change beyond {max_length} positions, which is not "
+            f"supported; {remedy}"
         )
 
 
@@ -215,7 +217,8 @@ def refuse_unsupported(config: "PretrainedConfig") -> None:
 
     def refuse(feature: str) -> NoReturn:
         raise ValueError(
-            f"this target ({config.model_type}) has {feature}, so that draft trees cannot be verified with it; use another target"
+            f"this target ({config.model_type}) has {feature}, so that draft trees cannot be "
+            "verified with it; use another target"
         )
 
     if get_first_truthy_setting(config, "is_encoder_decoder"):
@@ -269,19 +272,23 @@ def refuse_unsupported_modules(model: "PreTrainedModel") -> None:
     num_layers = 0 if layers is None else len(cast(nn.ModuleList, layers))
     if num_layers != config.num_hidden_layers:
         raise ValueError(
-            f"this target ({config.model_type}) has no single list of decoder layers, so their hidden states cannot be read; use another target"
+            f"this target ({config.model_type}) has no single list of decoder layers, so their "
+            "hidden states cannot be read; use another target"
         )
     class_name = find_unsupported_recurrent_class_name(decoder)
     if class_name is not None:
         raise ValueError(
-            f"this target ({config.model_type}) has recurrent layers of an unsupported form ({class_name}), so that draft trees cannot be verified with it; use another target"
+            f"this target ({config.model_type}) has recurrent layers of an unsupported form "
+            f"({class_name}), so that draft trees cannot be verified with it; use another target"
         )
     head = model.get_output_embeddings()
     if head is None or "bias" in dict(head.named_parameters()):
         raise ValueError(
-            f"this target ({config.model_type}) has no language model head, or a head with a bias, which is not supported; use another target"
+            f"this target ({config.model_type}) has no language model head, or a head with a "
+            "bias, which is not supported; use another target"
         )
     if config._attn_implementation not in ("eager", "sdpa"):
         raise ValueError(
-            f"attention implementation {config._attn_implementation} does not support the masks of draft trees; load the target with attn_implementation='eager' or 'sdpa'"
+            f"attention implementation {config._attn_implementation} does not support the masks "
+            "of draft trees; load the target with attn_implementation='eager' or 'sdpa'"
         )

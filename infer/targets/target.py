@@ -250,7 +250,8 @@ class Target:
         except failures as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ValueError(
-                f"this target ({self.config.model_type}) does not run on this machine ({reason}); use another target or device"
+                f"this target ({self.config.model_type}) does not run on this machine ({reason}); "
+                "use another target or device"
             ) from error
         return cache_view.shapes
 
@@ -384,12 +385,14 @@ class Target:
                 )
                 if not self.cache_shapes.has_only_uniform_attention:
                     raise UnsupportedLayer(
-                        "our decoder does not support layers whose keys and values have different sizes"
+                        "our decoder does not support layers whose keys and values have different "
+                        "sizes"
                     )
                 compare_with_transformers(self, decoder)
         except UnsupportedLayer as error:
             warnings.warn(
-                f"{self.name} runs through transformers' own layers, which may be slower than our own decoder. Reason: {error}",
+                f"{self.name} runs through transformers' own layers, which may be slower than our "
+                f"own decoder. Reason: {error}",
                 stacklevel=2,
             )
             return None

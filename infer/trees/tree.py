@@ -163,11 +163,9 @@ class DraftTree:
     def keep_likeliest(self, mean_nodes_per_row: int) -> "DraftTree":
         """Return smaller trees, which keep the likeliest drafted nodes of all batch rows together.
 
-        The trees of the batch keep `mean_nodes_per_row` drafted nodes on average. A batch row in which
-        the
-        drafter is confident keeps more nodes than another. The nodes of each batch row must be
-        sorted by
-        probability.
+        The trees of the batch keep `mean_nodes_per_row` drafted nodes on average. A batch row in
+        which the drafter is confident keeps more nodes than another. The nodes of each batch row
+        must be sorted by probability.
         """
         rows, nodes = self.log_probs[:, 1:].shape
         likeliest = self.log_probs[:, 1:].flatten().topk(rows * mean_nodes_per_row).indices

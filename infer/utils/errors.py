@@ -129,7 +129,8 @@ def abort_on_write_error(output_name: str) -> Generator[None]:
             raise
         reason = getattr(error, "strerror", None) or error
         raise RunAborted(
-            f"{output_name} could not be written: {reason}; what was saved before is complete. Solve the problem, and run the same command again to continue"
+            f"{output_name} could not be written: {reason}; what was saved before is complete. "
+            "Solve the problem, and run the same command again to continue"
         ) from error
 
 

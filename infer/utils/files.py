@@ -151,7 +151,8 @@ def acquire_lock_file(lock_path: Path, output_name: str, option: str) -> TextIO:
                 lock.seek(0)
                 holder = lock.read().strip() or "another process"
             raise ValueError(
-                f"{output_name} is being written by {holder}; wait for that process, stop it, or choose another {option}"
+                f"{output_name} is being written by {holder}; wait for that process, stop it, or "
+                f"choose another {option}"
             ) from error
 
         with suppress(FileNotFoundError):

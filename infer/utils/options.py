@@ -35,14 +35,16 @@ def print_help(options_class: Any, values: dict, config_folder: Path) -> None:
     """
     print("\n".join(describe_options(options_class, values)))
     print(
-        "\nGroups of options (choose with GROUP=NAME; target and data also take a path, such as data=chats.jsonl):"
+        "\nGroups of options (choose with GROUP=NAME; target and data also take a path, such as "
+        "data=chats.jsonl):"
     )
     groups = [path for path in config_folder.iterdir() if path.is_dir() and path.name != "hydra"]
     for group in sorted(groups):
         names = sorted(file.stem for file in group.glob("*.yaml"))
         print(f"  {group.name}: {', '.join(names)}")
     print(
-        "\n--cfg job prints the configuration. --hydra-help explains Hydra's own options, such as -m for a sweep."
+        "\n--cfg job prints the configuration. --hydra-help explains Hydra's own options, such as "
+        "-m for a sweep."
     )
 
 
@@ -155,7 +157,8 @@ def read_text_or_file_option(key: str, text: str) -> str:
         return read_small_regular_file(Path(text[1:]).expanduser(), MAX_OPTION_TEXT_FILE_BYTES)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{key}={text}: the file could not be read ({error}); if you mean the text {text} and not a file, write @{text}"
+            f"{key}={text}: the file could not be read ({error}); if you mean the text {text} and "
+            f"not a file, write @{text}"
         ) from error
 
 

@@ -231,7 +231,9 @@ def merge_and_write_evaluation(
     log.print_line(f"step {result.step}: {taus}")
     if breaks_losslessness(result):
         log.print_line(
-            f"!!! NOT LOSSLESS at step {result.step}: greedy outputs differ from baseline decoding in float32. This is a bug of this program or machine, not of the drafter. See {folder}/evaluation/evaluation.json"
+            f"!!! NOT LOSSLESS at step {result.step}: greedy outputs differ from baseline "
+            "decoding in float32. This is a bug of this program or machine, not of the drafter. "
+            f"See {folder}/evaluation/evaluation.json"
         )
 
 
@@ -258,7 +260,8 @@ def write_evaluation_failure(out: Path, errors: list[str], log: RunLog) -> None:
     (out / "evaluation.json").unlink(missing_ok=True)
     atomic_write(out / EVALUATION_FAILURE_FILE, "\n".join(errors))
     log.print_line(
-        f"The evaluation at step {parse_step(out.parent)} failed, and training continues. The error is {errors[0].splitlines()[0]}"
+        f"The evaluation at step {parse_step(out.parent)} failed, and training continues. The "
+        f"error is {errors[0].splitlines()[0]}"
     )
 
 
@@ -324,14 +327,17 @@ def write_and_print_final_report(run: Path, log: RunLog) -> None:
     evaluations = read_evaluations(run)
     print_best_result(evaluations)
     print(
-        f"\nreport      {page} (also has the results on further prompts and with sampling, and the speedup from trees)"
+        f"\nreport      {page} (also has the results on further prompts and with sampling, and "
+        "the speedup from trees)"
     )
     print(f"drafter     {run / 'checkpoints' / 'best' / 'drafter'}")
     print(f"metrics     {run / 'metrics.jsonl'}", flush=True)
     wrong_steps = [str(result.step) for result in evaluations if breaks_losslessness(result)]
     if wrong_steps:
         raise RunAborted(
-            f"greedy outputs differ from baseline decoding in float32 (step {', '.join(wrong_steps)}). This is a bug of this program or machine. See evaluation.json of these checkpoints and {page}, and report the bug"
+            "greedy outputs differ from baseline decoding in float32 (step "
+            f"{', '.join(wrong_steps)}). This is a bug of this program or machine. See evaluation.json of these checkpoints "
+            f"and {page}, and report the bug"
         )
 
 
@@ -342,7 +348,8 @@ def print_best_result(evaluations: list[Evaluation]) -> None:
     too_few_prompts = describe_too_few_prompts(evaluations)
     print(f"\n{too_few_prompts}" if too_few_prompts else "")
     print(
-        f"Best checkpoint: step {best.step} (measured with greedy decoding of {best.prompts} held-out prompts on {best.device})\n"
+        f"Best checkpoint: step {best.step} (measured with greedy decoding of {best.prompts} "
+        f"held-out prompts on {best.device})\n"
     )
     print(f"{format_method_table(best)}\n\n{format_findings(best)}")
     for result in (best, *(best.other_evaluations or ())):

@@ -145,7 +145,10 @@ def refuse_other_run(config: TrainConfig, run: Path) -> None:
     defaults = add_removed_options(config_to_json(TrainConfig()))
     saved = rename_old_options(read_recorded_json(run / RUN_CONFIG_FILE))
     recorded = migrate_recorded_options(saved, defaults)
-    message = f"{run} contains a run with another configuration ({{keys}} differ): choose another name for this run with name="
+    message = (
+        f"{run} contains a run with another configuration ({{keys}} differ): choose another name "
+        "for this run with name="
+    )
     current = add_removed_options(config_to_json(config))
     refuse_changed_settings(recorded, current, message, OPTIONS_CHANGEABLE_ON_RESUME)
 
@@ -163,7 +166,9 @@ def open_run_folder(config: TrainConfig) -> Generator[Path]:
     for best in (run / "checkpoints" / "best", run / "checkpoints" / ".best"):
         if best.is_dir() and not best.is_symlink():
             raise ValueError(
-                f"{best} must be a link to a checkpoint, but it is a folder. This happens when a run is copied and links are copied as folders. Delete the folder; the run creates the link again"
+                f"{best} must be a link to a checkpoint, but it is a folder. This happens when a "
+                "run is copied and links are copied as folders. Delete the folder; the run "
+                "creates the link again"
             )
     with ExitStack() as stack:
         try:
@@ -171,7 +176,8 @@ def open_run_folder(config: TrainConfig) -> Generator[Path]:
             stack.enter_context(hold_lock_file(run / RUN_LOCK_FILE, str(run), "name="))
         except OSError as error:
             raise ValueError(
-                f"{run} cannot be written ({error.strerror}): choose another folder for runs with runs_dir="
+                f"{run} cannot be written ({error.strerror}): choose another folder for runs with "
+                "runs_dir="
             ) from error
         try:
             refuse_other_run(config, run)
@@ -206,7 +212,11 @@ def record_run_start(run: Path, config: TrainConfig, sources: dict) -> None:
     """
     with abort_on_write_error(str(run)):
         if has_completed_step(run) and (run / RUN_INPUT_DIGESTS_FILE).exists():
-            message = f"the run in {run} started with other files under the same paths ({{keys}} differ). If it were resumed, it could train on examples that were held out before. Restore the files, or choose another name for the run with name="
+            message = (
+                f"the run in {run} started with other files under the same paths ({{keys}} "
+                "differ). If it were resumed, it could train on examples that were held out "
+                "before. Restore the files, or choose another name for the run with name="
+            )
             refuse_changed_settings(
                 read_recorded_json(run / RUN_INPUT_DIGESTS_FILE), sources, message
             )

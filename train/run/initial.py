@@ -25,7 +25,11 @@ from infer.targets.target import Target
 from train.config import TrainConfig
 from train.seeding import seeded_generator
 
-NO_WARM_START_WARNING = "the drafter starts from random weights, because the target's layers have another architecture than the drafter's (for example, DFlash normalises queries and keys, and Llama does not). drafter.warm_start=false turns this warning off"
+NO_WARM_START_WARNING = (
+    "the drafter starts from random weights, because the target's layers have another "
+    "architecture than the drafter's (for example, DFlash normalises queries and keys, and Llama "
+    "does not). drafter.warm_start=false turns this warning off"
+)
 MAX_QUOTED_WEIGHT_LOADING_ERROR_CHARACTERS = (
     300  # longer PyTorch errors are cut to this length before a message quotes them
 )
@@ -59,7 +63,8 @@ def resolve_drafter_options(options: DrafterConfig, target: TargetConfig) -> Dra
             corrections.append(f"drafter.{key}={value_text}")
     if corrections:
         raise ValueError(
-            f"drafter.init={options.init} has other values for some of the given options: give {' '.join(corrections)}, or do not give these options"
+            f"drafter.init={options.init} has other values for some of the given options: give "
+            f"{' '.join(corrections)}, or do not give these options"
         )
     head = choose_head(options, HeadConfig(**read_head_options(drafter.family_config)))
     return replace(options, **init_options, head=head)
@@ -89,7 +94,8 @@ def load_drafter_weights(
     except RuntimeError as error:
         reason = " ".join(str(error).split())[:MAX_QUOTED_WEIGHT_LOADING_ERROR_CHARACTERS]
         raise ValueError(
-            f"{checkpoint} contains the weights of another drafter ({reason}): choose another name for the run with name="
+            f"{checkpoint} contains the weights of another drafter ({reason}): choose another "
+            "name for the run with name="
         ) from error
 
 
@@ -105,7 +111,8 @@ def choose_head(options: DrafterConfig, init_head_options: HeadConfig) -> HeadCo
         return options.head
     if options.head.name != "none" and options.head != init_head_options:
         raise ValueError(
-            f"drafter.init={options.init} already has a conditional head with the options {vars(init_head_options)}: do not give the option head="
+            f"drafter.init={options.init} already has a conditional head with the options "
+            f"{vars(init_head_options)}: do not give the option head="
         )
     return init_head_options
 

@@ -98,7 +98,9 @@ def prepare_run(user_config: TrainConfig, device: torch.device, folder: Path) ->
 
     if config.anchors_per_sequence < user_config.anchors_per_sequence:
         notes.append(
-            f"anchors_per_sequence={user_config.anchors_per_sequence} is reduced to {config.anchors_per_sequence}, because no packed training sequence can have more anchors"
+            f"anchors_per_sequence={user_config.anchors_per_sequence} is reduced to "
+            f"{config.anchors_per_sequence}, because no packed training sequence can have more "
+            "anchors"
         )
     notes += [line for line in (self_check_line, summary, prompts_note) if line]
     return RunState(config, folder, device, target, dataset, drafter, engine, schedule, notes)
@@ -195,7 +197,11 @@ def describe_run_in_one_line(
     trainable_parameters = sum(
         parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad
     )
-    line = f"{config.name}: {trainable_parameters:,} trainable parameters, {num_sequences:,} packed rows of {config.data.length} tokens, {describe_run_length(config, num_sequences)}{format_mask_token(drafter.mask_token_id, target.tokenizer)}"
+    line = (
+        f"{config.name}: {trainable_parameters:,} trainable parameters, {num_sequences:,} packed "
+        f"rows of {config.data.length} tokens, {describe_run_length(config, num_sequences)}"
+        f"{format_mask_token(drafter.mask_token_id, target.tokenizer)}"
+    )
     if completed_steps:
         line += f"; resuming after step {completed_steps}"
     return line

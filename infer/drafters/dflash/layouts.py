@@ -187,7 +187,10 @@ def read_config(
     speculators_type = raw.get("speculators_model_type")
     layout = find_layout(family, raw)
     if speculators_type is not None and (layout is None or layout.name != "speculators"):
-        problem = f"config.json: speculators_model_type is {speculators_type!r}, expected {' or '.join(SPECULATORS_DEFAULTS)}; drafters that draft one token per pass are not supported"
+        problem = (
+            f"config.json: speculators_model_type is {speculators_type!r}, expected "
+            f"{' or '.join(SPECULATORS_DEFAULTS)}; drafters that draft one token per pass are not supported"
+        )
         return ParsedConfig("none", None, {}, [problem])
     if layout is None:
         return None
@@ -270,7 +273,8 @@ def fill_parsed_config(
     if keys.ties_embeddings and has_embedding and not has_head:
         keys.add_problem(
             "tie_word_embeddings",
-            "is true, but a drafter that uses its own embedding as language model head is not supported",
+            "is true, but a drafter that uses its own embedding as language model head is not "
+            "supported",
         )
     parsed.config_kwargs = {
         **options,
@@ -303,7 +307,10 @@ def warn_of_default_last_tap(
     if layout.last_tap != "normed" or layout.name == "transformers" or "last_tap" in keys:
         return
     parsed.warnings.append(
-        'config.json does not say whether the drafter reads the target\'s last layer before or after the final norm. It will be read after the norm, as in the DFlash authors\' code. vLLM reads it before the norm; to do the same here, add "last_tap": "raw" to config.json beside target_layer_ids'
+        "config.json does not say whether the drafter reads the target's last layer before or "
+        "after the final norm. It will be read after the norm, as in the DFlash authors' code. "
+        'vLLM reads it before the norm; to do the same here, add "last_tap": "raw" to config.json '
+        "beside target_layer_ids"
     )
 
 
@@ -335,7 +342,8 @@ def read_head_and_anchor_config(
     if len({*flags}) > 1:
         keys.add_problem(
             "shift_label",
-            f"is {flags[1]}, but sample_from_anchor is {flags[0]}; the two keys mean the same, so remove the wrong one",
+            f"is {flags[1]}, but sample_from_anchor is {flags[0]}; the two keys mean the same, so "
+            "remove the wrong one",
         )
     drafts_from_anchor = flags[0] if flags else layout.drafts_from_anchor
     if drafts_from_anchor:

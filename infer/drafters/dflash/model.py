@@ -294,7 +294,8 @@ class DFlash(Drafter):
             mask_token_id = 0
         if not 0 <= mask_token_id < vocab_size:
             raise ValueError(
-                f"drafter.mask_token_id={mask_token_id}: use an id of the target's vocabulary, 0 to {vocab_size - 1}"
+                f"drafter.mask_token_id={mask_token_id}: use an id of the target's vocabulary, 0 "
+                f"to {vocab_size - 1}"
             )
 
         num_slots = options.block_size

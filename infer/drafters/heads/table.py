@@ -247,7 +247,8 @@ def check_head_options(options: Any) -> None:
             f"head={other.name}" for other in _HEAD_SPECS if name in other.option_names
         )
         raise ValueError(
-            f"drafter.head.{name}={value} is an option of {heads}, not of head={options.name}; remove it"
+            f"drafter.head.{name}={value} is an option of {heads}, not of head={options.name}; "
+            "remove it"
         )
 
     if options.kind not in MARKOV_HEAD_KINDS:
