@@ -171,8 +171,8 @@ def _normalise_chat(fields: dict, ends_with_answer: bool) -> dict[str, Any]:
 
     if ends_with_answer:
         messages = _truncate_after_cut_answer(messages)
-    # If ends_with_answer is True (training), a last question without an answer is dropped, because none
-    # of its tokens carries loss. If it is False, the answer to the last question is dropped,
+    # If ends_with_answer is True (training), a last question without an answer is dropped, because
+    # none of its tokens carries loss. If it is False, the answer to the last question is dropped,
     # because the target will generate a new one.
     while messages and (messages[-1]["role"] == "assistant") != ends_with_answer:
         messages.pop()

@@ -340,8 +340,8 @@ class SuiteConfig:
         missing = [name for name in requested if name not in available]
         if missing:
             raise ValueError(
-                f"the question sets {', '.join(missing)} are not available; choose from {', '.join(available)} "
-                "with suite.sets=[...]"
+                f"the question sets {', '.join(missing)} are not available; choose from "
+                f"{', '.join(available)} with suite.sets=[...]"
             )
         if not self.sets:
             return available

@@ -185,8 +185,7 @@ def compute_loss_from_states(
     """Compare the drafter's distributions with the target's, and return the training loss.
 
     states: (num_blocks, num_queries, hidden_size) the drafter's hidden states. features: the
-    target's hidden states of the batch. A conditional head gets the true previous tokens (teacher
-    forcing).
+    target's hidden states. A conditional head gets the true previous tokens (teacher forcing).
 
     A drafter with a reduced vocabulary learns the target's distribution renormalised over this
     vocabulary, and only at positions whose true token is in this vocabulary (EAGLE-3's mask). The

@@ -180,8 +180,8 @@ class BatchState:
 
 
 def concatenate_roots(pending: list[PendingDrafterPositions]) -> PendingDrafterPositions:
-    """Return the pending positions of several rounds, in order, as one `PendingDrafterPositions`. Each
-    round must have committed exactly one position per batch row, the root."""
+    """Return the pending positions of several rounds, in order, as one object. Each round must have
+    committed exactly one position per batch row, the root."""
     context = torch.cat([positions.context for positions in pending], 1)
     tokens = torch.cat([positions.tokens for positions in pending], 1)
     count = len(pending)

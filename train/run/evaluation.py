@@ -336,8 +336,8 @@ def write_and_print_final_report(run: Path, log: RunLog) -> None:
     if wrong_steps:
         raise RunAborted(
             "greedy outputs differ from baseline decoding in float32 (step "
-            f"{', '.join(wrong_steps)}). This is a bug of this program or machine. See evaluation.json of these checkpoints "
-            f"and {page}, and report the bug"
+            f"{', '.join(wrong_steps)}). This is a bug of this program or machine. See "
+            f"evaluation.json of these checkpoints and {page}, and report the bug"
         )
 
 

@@ -189,7 +189,8 @@ def read_config(
     if speculators_type is not None and (layout is None or layout.name != "speculators"):
         problem = (
             f"config.json: speculators_model_type is {speculators_type!r}, expected "
-            f"{' or '.join(SPECULATORS_DEFAULTS)}; drafters that draft one token per pass are not supported"
+            f"{' or '.join(SPECULATORS_DEFAULTS)}; drafters that draft one token per pass are not "
+            "supported"
         )
         return ParsedConfig("none", None, {}, [problem])
     if layout is None:
