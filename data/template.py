@@ -187,7 +187,7 @@ def prepare_messages(tokenizer: "PreTrainedTokenizerBase", chat: dict) -> list[d
     template = get_template_source(tokenizer)
     markers = detect_template_markers(tokenizer, chat["template"])
     if chat["tools"] and not re.search(r"\btools\b", template):
-        raise ExcludedExample("the chat template does not show tools")
+        raise ExcludedExample("the chat template does not put the tools into the prompt")
 
     messages = []
     for index, original in enumerate(chat["messages"]):
@@ -451,7 +451,7 @@ def _find_loss_span(
         end = rendered.find(suffix, name_end) if suffix else len(rendered)
         if end < 0:
             raise ExcludedExample(
-                "the chat template ends answers with tool calls in another way than other answers"
+                "in this chat template an answer with tool calls has another end than one without"
             )
     return LossSpan(start, end, answer)
 

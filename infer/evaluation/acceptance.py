@@ -128,7 +128,7 @@ def count_accepted_drafts(
 def measure_reference(
     target: Target, drafter: Drafter, prompts: Sequence[EvaluationPrompt]
 ) -> AcceptanceReference:
-    """Decode prompts greedily with chains, and build the acceptance reference from the outputs.
+    """Decode prompts greedily with a chain of drafts per round, and return the measured acceptance.
 
     Raises ValueError if no prompt has a `text_with_same_tokens`.
     """

@@ -117,7 +117,7 @@ class RegenerationTask:
     def __init__(self, example: PromptExample) -> None:
         self.example = example
         self.is_chat = example.is_chat
-        self.turn = 0  # number of outputs that were added so far
+        self.turn = 0  # number of outputs added to the chat
         self.record: dict | None = None
         self.messages: list[dict] = []
         self._remaining = deque(example.messages)

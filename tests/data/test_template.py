@@ -297,7 +297,12 @@ LOWERCASE_TEMPLATE = CHATML_WITHOUT_SYSTEM.replace("m.content", "m.content | low
     [
         (CHATML_WITHOUT_SYSTEM, SEPARATE_REASONING, {}, "does not show the reasoning of an answer"),
         (CHATML_WITHOUT_SYSTEM, TOOL_CHAT, {}, "does not show the tool calls of an answer"),
-        (CHATML_WITHOUT_SYSTEM, TWO_TURNS, {"tools": ADD_TOOL}, "does not show tools"),
+        (
+            CHATML_WITHOUT_SYSTEM,
+            TWO_TURNS,
+            {"tools": ADD_TOOL},
+            "does not put the tools into the prompt",
+        ),
         (
             NO_RESULTS_TEMPLATE,
             [*TWO_TURNS[:3], tool_result("unseen"), *TWO_TURNS[3:]],
