@@ -103,7 +103,8 @@ def get_embedding_head_and_norm_shapes(
         if missing:
             raise ValueError(
                 f"target.path={path}: the weight files contain no tensor {missing[0]}, which is "
-                f"the target's {title}; {DOWNLOAD_AGAIN_HINT}, or set features=null to train without stored features"
+                f"the target's {title}; {DOWNLOAD_AGAIN_HINT}, or set features=null to train "
+                "without stored features"
             )
         required |= module_shapes
     return required
