@@ -275,7 +275,7 @@ def build_training_mask(
     causal: whether a position of a block attends only to itself and the block's positions before it
         (DART); otherwise it attends to the whole block (DFlash)
     window: size of the sliding window. A query attends only to positions of context and block whose
-        distance from it is less than this. None means that there is no window.
+        distance from it is less than `window`. None means that there is no window.
     """
     context_length = documents.shape[1]
     device = documents.device
@@ -389,7 +389,8 @@ def build_draft_mask(
     num_keys: number of keys per batch row that attention reads
     causal: whether a query attends only to the block's positions up to its own
     window: size of the sliding window, see `build_training_mask`
-    sees_all_keys: whether the host knows that all batch rows have the same length
+    sees_all_keys: whether the host knows that all batch rows have the same length. Then every query
+        attends to every key, unless `causal` or `window` excludes some.
     """
     offsets = torch.arange(block_size, device=cached_lengths.device)
     block_mask = (offsets <= offsets[:, None]) | (not causal)

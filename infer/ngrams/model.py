@@ -76,10 +76,10 @@ class TrieArrays(NamedTuple):
     """
 
     entries: np.ndarray  # (number of nodes,) uint32: last token and count of each node
-    # (inner_nodes + 1,) uint32: first child of each node, minus the entry of `child_bases` for its
-    # group
+    # (inner_nodes + 1,) uint32: first child of each inner node, minus the entry of `child_bases`
+    # for the node's group of 65,536 nodes
     child_offsets: np.ndarray
-    # (number of groups,) int64: first child of each group of 65,536 nodes
+    # (number of groups,) int64: first child of the first node of each group of 65,536 nodes
     child_bases: np.ndarray
     overflow_nodes: np.ndarray  # int64, sorted: nodes whose counts do not fit into an entry
     overflow_counts: np.ndarray  # int64: the counts of the nodes in `overflow_nodes`
@@ -284,8 +284,8 @@ class NGramModel:
 
     @classmethod
     def uniform(cls, vocabulary: int) -> "NGramModel":
-        """Return a model without a file that gives all tokens the same probability: each token has
-        the count 1, and there are no longer n-grams."""
+        """Return a model that gives all tokens the same probability and needs no file: each token
+        has the count 1, and there are no n-grams of two or more tokens."""
         count_bits = compute_count_bits(vocabulary)
         entries = (np.arange(vocabulary, dtype=np.int64) << count_bits | 1).astype(np.uint32)
         empty_sizes = (1, 1, 0, 0)
@@ -438,8 +438,8 @@ def compute_next_token_probabilities(
     probabilities: (K,), filled with the result
 
     The probability is count(context, token) / count(context) (DART section 4). The context is the
-    longest suffix of the path that the token follows in the corpus. If longer suffixes were tried
-    before, the probability is not discounted (no back-off weight).
+    longest suffix of the path that the token follows in the corpus. There are no back-off weights:
+    the probability does not depend on the number of longer suffixes that the token never follows.
     """
     for i in range(len(tokens)):
         probabilities[i] = fallback_probabilities[i]

@@ -141,8 +141,8 @@ class DARTState(DrafterState):
 
     @contextmanager
     def add(self, count: int) -> Generator[Self]:
-        """Yield a state of `count` new empty batch rows, which the caller fills. It uses this
-        state's memory. When the `with` block ends, the new batch rows are appended to this
+        """Yield a state of `count` new empty batch rows, which the caller fills. The new state uses
+        this state's memory. When the `with` block ends, the new batch rows are appended to this
         state."""
         pending_features = self.pending_features[len(self.pending_features) - count :]
         with self.cache.add_rows(count) as cache:

@@ -14,11 +14,11 @@ token.
 
 Serving engines refine a whole block in several passes, where each pass reads the tokens of the
 previous pass (Jacobi iteration). As c_k depends on no later position, these passes converge to the
-chain that this project drafts token by token.
+tokens that this project drafts one after the other.
 
 In shapes: B batch rows, G blocks, W input positions (slots) of a block, r rank. The recurrent state
 has W * r entries: for every position k, the sum of those terms of c_k that depend on the hidden
-states and on the tokens so far.
+states and on the tokens that the head has read.
 """
 
 import torch
