@@ -313,7 +313,7 @@ class KVCache:
     def fix_batch_size(self, batch_size: int) -> Generator[None]:
         """Give every forward pass inside this context the tensor shapes for exactly `batch_size`
         batch rows, regardless of how many are in use. A pass then also writes to unused rows, but
-        this is never read."""
+        what it writes there is never read."""
         self.padded_batch_size = batch_size
         try:
             yield

@@ -131,8 +131,8 @@ class AttentionMask:
 
     @cached_property
     def chunks(self) -> list[MaskChunk]:
-        """Return the mask as chunks of queries. A chunk has QUERIES_PER_MASK_CHUNK queries, and
-        leaves out the keys that none of them attends to. These are most keys."""
+        """Return the mask as chunks of QUERIES_PER_MASK_CHUNK queries. A chunk leaves out all keys
+        to which none of its queries attends; these are most keys."""
         chunks = []
         rows, queries = self.key_ranges[0][0].shape
         for row, first in product(range(rows), range(0, queries, QUERIES_PER_MASK_CHUNK)):

@@ -512,8 +512,8 @@ def get_feature_layer_ids(
 
 
 def limit_attention_window(drafter: Drafter, window: int) -> None:
-    """Limit the attention of every layer of the drafter to a sliding window of `window` positions.
-    The positions of the drafted block count too.
+    """Limit the attention of every layer of the drafter to a sliding window of `window` positions,
+    which includes positions of the drafted block.
 
     SGLang has the same option, `--speculative-dflash-draft-window-size`. Raises ValueError if the
     drafter's family does not support sliding windows, or if the window is shorter than a block.

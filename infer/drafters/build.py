@@ -293,7 +293,7 @@ def remove_copied_embedding_and_head(drafter: Drafter, target: Target) -> None:
     }
     for name, (module, target_weight) in pairs.items():
         if module is not None and not equal_in_either_dtype(module.weight, target_weight):
-            raise ValueError(f"the drafter's {name} differs from the target's")
+            raise ValueError(f"the drafter's {name} differs from the target's {name}")
         setattr(drafter, name, None)
         setattr(drafter.config, f"has_{name}", False)
 

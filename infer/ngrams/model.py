@@ -438,8 +438,8 @@ def compute_next_token_probabilities(
     probabilities: (K,), filled with the result
 
     The probability is count(context, token) / count(context) (DART section 4). The context is the
-    longest suffix of the path that the token follows in the corpus. There are no back-off weights:
-    the probability does not depend on the number of longer suffixes that the token never follows.
+    longest suffix of the path that the token follows in the corpus. There are no back-off weights
+    (discounts for shorter contexts).
     """
     for i in range(len(tokens)):
         probabilities[i] = fallback_probabilities[i]

@@ -36,7 +36,7 @@ class TokenScores(NamedTuple):
 
 @dataclass(frozen=True)
 class GrammarRule:
-    """The rule of a grammar for one draft tree: a function that returns the allowed tokens, and the
+    """What a grammar allows in one draft tree: a function that returns the allowed tokens, and the
     tokens that the grammar forces after the root."""
 
     # A function. Argument: the drafted tokens after the root. Returns a bool array of the shape

@@ -38,9 +38,9 @@ DART_END_TOKEN_SCORE_PENALTY = 1e6
 def build_continuity_tree(proposal: Proposal) -> DraftTree:
     """Build the draft trees of DART algorithm 1.
 
-    The beam search visits prefixes of the DRAFTER_CANDIDATES_WITH_NGRAMS likeliest tokens of each
-    position. A tree consists of the visited prefixes with the highest scores, up to the node
-    budget, in descending order of score. The `log_probs` of the tree are the log-probabilities
+    At each position, the beam search extends prefixes by the DRAFTER_CANDIDATES_WITH_NGRAMS
+    likeliest tokens. A tree consists of the visited prefixes with the highest scores, up to the
+    node budget, in descending order of score. The `log_probs` of the tree are the log-probabilities
     under the drafter alone.
 
     As in the authors' code, n-grams do not affect the scores of the first position, and a prefix

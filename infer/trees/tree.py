@@ -39,16 +39,18 @@ class Conditionals(Protocol):
         """
 
     def compute_first_log_probs(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the log-probabilities of position 0, and the initial state of a recurrent head.
+        """Return the log-probabilities of the candidates of position 0, and the initial state of a
+        recurrent head.
 
-        The log-probabilities have the shape (B, 1, candidates), and the state has the shape
-        (B, 1, state size). The state is None if the head is not recurrent.
+        The log-probabilities have the shape (B, 1, candidates), and the state has the shape (B, 1,
+        state size). The state is None if the head is not recurrent.
         """
 
     def compute_next_log_probs(
         self, position: int, candidates: torch.Tensor, state: torch.Tensor | None, /
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the log-probabilities of a position after each prefix, and the new head state.
+        """Return the log-probabilities of a position's candidates after each prefix, and the
+        recurrent head's state after each prefix.
 
         candidates: (B, prefixes), the last token of each prefix, given as an index into the
             candidates of the previous position

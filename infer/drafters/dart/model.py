@@ -13,7 +13,7 @@ input of every other slot is one learned mask vector. Attention is causal everyw
 
 Logits are shifted: a slot at position i predicts the token at position i + 2. So the first slot,
 whose next token is the bonus token, drafts the first position. The W - 1 = L - 1 mask slots draft
-the other positions. In the unshifted variant of DART (the ablation of table 3), there are L mask
+the other positions. In the unshifted variant of DART (table 3 of the paper), there are L mask
 slots, and the one at position i predicts the token at position i + 1. The drafter has its own
 language model head, which starts as a copy of the target's.
 

@@ -69,8 +69,8 @@ class XPressHead(ConditionalHead):
         self.readout = nn.Linear(rank, get_draft_vocab_size(config), bias=False)
 
     def compute_mixing_weights(self, slots: int) -> torch.Tensor:
-        """Return the weight of x_j in c_k (see the module docstring) for every j, k and entry, as a
-        tensor (slots, slots, rank) indexed [j, k, entry].
+        """Return the weights (slots, slots, rank), indexed [j, k, entry], with which the head mixes
+        the positions of a block: the weight of x_j in c_k, in the notation of the module docstring.
 
         The weights are M plus the identity for j <= k, and zero for j > k.
         """
