@@ -10,8 +10,7 @@ also attend to those new positions that `AttentionMask.new_key_mask` allows.
   prefix-shared mask of DART (section 3.2 and figure 4), which is used for DFlash blocks too.
 - Packed documents (`build_packed_mask`): a query attends to one range, which lies in its document.
 - Decoding (`build_tree_mask`, `build_draft_mask`): a query attends to one range of the cache. In
-  addition it attends to its ancestors in the draft tree, or to other positions of the drafter's
-  block.
+  addition it attends to its ancestors in the draft tree, or to positions of the drafter's block.
 
 `attention` in `infer.kernels` selects how a mask is evaluated: by chunks of queries, as a dense
 mask, by FlexAttention or in Triton.
@@ -81,8 +80,8 @@ class AttentionMask:
     ranges, and the new positions that `new_key_mask` allows.
 
     In decoding, the queries are the new positions. In each row, the keys of the new positions
-    follow the first `cached_lengths` keys. Properties convert the mask to other forms, each of
-    which is computed once, on first use.
+    follow the first `cached_lengths` keys. The properties convert the mask to the forms
+    that attention kernels need. Each form is computed once, on first use.
     """
 
     num_keys: int  # number of keys per batch row

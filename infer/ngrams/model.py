@@ -180,8 +180,8 @@ def write_ngram_file(
 def read_ngram_header(path: Path, file: BinaryIO) -> np.void:
     """Read and check the header of an n-gram file. Return a record of NGRAM_FILE_HEADER_DTYPE.
 
-    Raises ValueError if the file is not an n-gram file or has another version, if the header is
-    damaged, or if the size of the file is not the one in the header.
+    Raises ValueError if the file is not an n-gram file, if this program does not read its format
+    version, if the header is damaged, or if the size of the file is not the one in the header.
     """
     content = file.read(NGRAM_FILE_HEADER_DTYPE.itemsize)
     if (
@@ -250,9 +250,9 @@ class NGramModel:
         digest: the digest of the current tokenizer, which must be the one recorded in the file;
         None means that this is not checked.
 
-        Raises FileNotFoundError if there is no such file. Raises ValueError if it is not an n-gram
-        file of this version, if its tokenizer is another one, or if its size or header is wrong. If
-        the rest of the file is damaged, lookups return wrong numbers, but never read outside it.
+        Raises FileNotFoundError if there is no such file. Raises ValueError if `read_ngram_header`
+        finds an error, or if the file was counted with another tokenizer than `digest` says. If the
+        rest of the file is damaged, lookups return wrong numbers, but never read outside the file.
         """
         path = Path(path)
         if not path.is_file():
@@ -431,7 +431,7 @@ def compute_next_token_probabilities(
 
     suffix_nodes: (order - 1,), the trie nodes of the path's suffixes, from `find_suffix_nodes`
     tokens: (K,) int64, the K tokens, ascending
-    fallback_probabilities: (K,), the probabilities of tokens that follow no suffix of the path in
+    fallback_probabilities: (K,), the results for those tokens that follow no suffix of the path in
         the corpus
     child_suffix_nodes: (order, K), filled: row k has the trie nodes of the last k + 1 tokens of the
         path extended by each of the K tokens

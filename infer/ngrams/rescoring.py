@@ -68,7 +68,7 @@ class NGramSearchBuffers(NamedTuple):
     # number of rows of `log_prob_table` for each position after the first: one per candidate of the
     # previous position if probabilities depend on the previous token, else 1
     rows_per_position: int
-    sequence: np.ndarray  # (number of tokens,) int64: the tokens so far, with the bonus token
+    sequence: np.ndarray  # (number of tokens,) int64: committed tokens, then the bonus token
     # (positions, candidates) int64: token ids of the candidates, ascending at each position
     candidate_tokens: np.ndarray
     # (positions, candidates) int64: index of each of `candidate_tokens` in the drafter's list of

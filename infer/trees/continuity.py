@@ -44,7 +44,8 @@ def build_continuity_tree(proposal: Proposal) -> DraftTree:
     under the drafter alone.
 
     As in the authors' code, n-grams do not affect the scores of the first position, and a prefix
-    that ends with an EOS token is extended only if too few other prefixes are left.
+    that ends with an EOS token is extended only if fewer than DART_BEAM_WIDTH_PREFIXES prefixes of
+    the same length end with another token.
     """
     assert proposal.marginals is not None and proposal.ngram is not None
     count = min(DRAFTER_CANDIDATES_WITH_NGRAMS, proposal.marginals.shape[-1])

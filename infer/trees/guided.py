@@ -2,7 +2,7 @@
 
 `infer.ngrams.rescoring` computes the scores. The n-gram model is in CPU memory, so these trees are
 built on the CPU. If the drafter runs on a GPU, the likeliest tokens of each position are copied to
-the CPU in each round.
+the CPU for every new block.
 """
 
 import numpy as np

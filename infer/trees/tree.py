@@ -200,7 +200,8 @@ def add_roots(bonus: torch.Tensor, nodes: DraftNodes, max_depth: int) -> DraftTr
 
 
 def build_root_only_trees(proposal: Proposal) -> DraftTree:
-    """Return trees with only a root. A round with such trees is a step of baseline decoding."""
+    """Return trees with only a root, so that the target decodes one token per sequence as without a
+    drafter."""
     return make_root_trees(proposal.bonus_tokens)
 
 

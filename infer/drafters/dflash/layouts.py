@@ -5,7 +5,7 @@ The public layout is the format of the DFlash authors' checkpoints, which this p
 Every other layout is described by its differences from the public layout. Checkpoints in the public
 layout can differ in details: some have layers with a sliding window or store sizes in
 `dflash_config`, JetSpec's have the additional flag `causal_head`, and NeMo Automodel's have another
-class name.
+class name under `architectures`.
 """
 
 from collections.abc import Collection, Mapping

@@ -41,8 +41,8 @@ class CandidateLogProbs(NamedTuple):
 
     # (B, candidates): at the first drafted position, after the bonus token
     first_slot: torch.Tensor
-    # (B, drafted positions - 1, candidates of the previous position, candidates): at the other
-    # drafted positions
+    # (B, drafted positions - 1, candidates of the previous position, candidates): at the drafted
+    # positions after the first
     later_slots: torch.Tensor
 
 
@@ -288,7 +288,7 @@ class ConditionalDraft:
 
     def draft_greedy_chain(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Draft a greedy chain of `length` tokens: at each position, the likeliest token after the
-        tokens drafted so far.
+        previous tokens of the chain.
 
         Returns the tokens (B, length), chosen among all tokens that the drafter can propose, and
         their log-probabilities (B, length) given the tokens before them.
