@@ -233,8 +233,8 @@ def _find_touched_and_full_tiles(
 
 
 def _count_and_order_tiles(tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the tiles that are true in `tiles` (B, 1, tile rows, tile columns) bool, in the form
-    that FlexAttention's BlockMask takes.
+    """Convert `tiles` (B, 1, tile rows, tile columns) bool, which is true for the tiles to compute,
+    to the form that FlexAttention's BlockMask takes.
 
     The result is two tensors: the number of true tiles in each tile row, (B, 1, tile rows) int32,
     and the column indices of the row's tiles, true ones first, (B, 1, tile rows, tile columns)

@@ -1,6 +1,6 @@
 """Prompt lookup (https://github.com/apoorvumang/prompt-lookup-decoding) with the interface of a
 drafter: if the sequence's last tokens occurred earlier in the same sequence, draft the tokens that
-followed then.
+followed them there.
 
 A drafter with a neural network should be faster than this baseline.
 

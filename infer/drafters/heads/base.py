@@ -62,7 +62,7 @@ class ConditionalHead(nn.Module):
     `condition`, which computes the head's output, and `init_weights`.
     """
 
-    # whether a recurrent state carries information from all previous tokens of the block
+    # whether the head has a recurrent state, which depends on all previous tokens of the block
     recurrent = False
     reads_raw_states = False  # whether the head reads hidden states before the final norm
     top_k = 0  # number of likeliest tokens per position that the head scores; 0 means all tokens

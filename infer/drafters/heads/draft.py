@@ -322,8 +322,7 @@ class ConditionalDraft:
     def _read_greedy_chain_from_table(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the result of `draft_greedy_chain`, computed from `candidate_log_probs`.
 
-        This requires that the candidates of each position are all the tokens among which the
-        conditional head chooses.
+        This is only correct if the conditional head chooses no tokens that are not candidates.
         """
         log_probs = self.candidate_log_probs.first_slot  # (B, candidates)
         best_log_probs = []
