@@ -42,7 +42,8 @@ class LayerCacheView:
     # (2 * num_layers, num_rows * capacity, num_heads * head_size): keys and values of all layers
     buffer: torch.Tensor
     layer_index: int
-    # (num_new_positions,) int64: the slots at which the new positions are written
+    # (num_new_positions,) int64: where the new positions are written, as indices on the second axis
+    # of `buffer`
     slot_mapping: torch.Tensor
     # (B, num_heads, visible_end - visible_start, head_size): keys that queries may attend to
     keys: torch.Tensor
@@ -201,7 +202,7 @@ def allocate_zeros(
 
     On the CPU, its memory is an anonymous memory map, so that physical memory is taken only for
     pages that are written to. If the operating system refuses the map, PyTorch allocates the
-    tensor. This lets an engine start again after memory was exhausted.
+    tensor.
     """
     if device.type == "cpu" and 0 not in shape:
         size = torch.Size(shape).numel() * dtype.itemsize
@@ -212,15 +213,15 @@ def allocate_zeros(
 
 
 class KVCache:
-    """The keys and values of all layers, written in place, and the states of recurrent layers. All
-    keys and values, of any layer, with the same product num_heads * head_size are stored in one
-    buffer.
+    """The keys and values of all layers, written in place, and the states of recurrent layers.
+    Keys and values with the same product num_heads * head_size are stored in the same buffer, even
+    if they belong to different layers.
 
     A forward pass writes its new positions after the committed positions of each batch row
     (`make_view`). `commit` then keeps some of the new positions: it moves them directly after the
     committed positions, and increases the row's length on the device. Later passes overwrite the
-    other new positions. `update_host_lengths` increases the lengths on the host by the same
-    numbers.
+    new positions that are not kept. `update_host_lengths` increases the lengths on the host by the
+    same numbers.
 
     `add_rows` takes batch rows into use and `keep_rows` releases batch rows. The used rows are
     always the first ones. Inside `fix_batch_size`, no tensor shape depends on the lengths or on the
@@ -271,7 +272,7 @@ class KVCache:
                 plane = (buffer_widths.index(width), plane_widths.count(width))
                 self.layer_planes[layer].append(plane)
                 plane_widths.append(width)
-        # used only if all layers have the same number of heads
+        # number of key heads of the first layer; used only if it is the same in all layers
         self.num_key_heads = next(iter(layer_heads.values()), ((0, 0),))[0][0]
         # Each buffer has the shape (planes, num_rows * capacity, num_heads * head_size). Buffers
         # start as zeros, because masked keys must be finite.
@@ -286,7 +287,7 @@ class KVCache:
         self.evicted_counts = torch.zeros_like(self.device_lengths)
         # on the device: 1 for used rows, 0 for unused rows
         self.used_row_mask = torch.zeros_like(self.device_lengths)
-        # for every row, the index of its first position in a buffer
+        # for every batch row, the index of its first position on the second axis of a buffer
         self.first_slots = torch.arange(num_rows, device=device) * capacity
         self.position_offsets = torch.arange(capacity, device=device)
         # inside `fix_batch_size`, the number of batch rows of every forward pass; otherwise 0
@@ -294,7 +295,8 @@ class KVCache:
 
     @property
     def buffer(self) -> torch.Tensor:
-        """Return the only buffer of a cache whose layers all have the same heads.
+        """Return the only buffer of a cache in which the keys and values of all layers have the
+        same number of heads and the same head size.
 
         Its shape is (2 * num_layers, num_rows * capacity, num_heads * head_size). The keys of layer
         i are at index 2 * i, and its values at index 2 * i + 1.
@@ -311,7 +313,7 @@ class KVCache:
     def fix_batch_size(self, batch_size: int) -> Generator[None]:
         """Give every forward pass inside this context the tensor shapes for exactly `batch_size`
         batch rows, regardless of how many are in use. A pass then also writes to unused rows, but
-        this is never read."""
+        what it writes there is never read."""
         self.padded_batch_size = batch_size
         try:
             yield
@@ -505,9 +507,9 @@ class KVCache:
         rows, width = path.shape
         destination = self.first_slots[:rows, None] + self.next_indices(rows, width)
         source = destination[:, :1] + path
-        # The root is already in the right slot. On the CPU, nothing is copied if all other nodes
-        # are in the right slots too. On a GPU this test costs more than the copy, and a CUDA graph
-        # cannot branch.
+        # The keys and values of the root are already at the right position. On the CPU, nothing is
+        # copied if those of all other nodes are at the right positions too. On a GPU this test
+        # costs more than the copy, and a CUDA graph cannot branch.
         in_place = width == 1
         if not in_place and path.device.type == "cpu" and not self.padded_batch_size:
             in_place = torch.equal(source, destination)

@@ -10,8 +10,7 @@ also attend to those new positions that `AttentionMask.new_key_mask` allows.
   prefix-shared mask of DART (section 3.2 and figure 4), which is used for DFlash blocks too.
 - Packed documents (`build_packed_mask`): a query attends to one range, which lies in its document.
 - Decoding (`build_tree_mask`, `build_draft_mask`): a query attends to one range of the cache. In
-  addition it attends to its ancestors in the draft tree, or to other positions of the drafter's
-  block.
+  addition it attends to its ancestors in the draft tree, or to positions of the drafter's block.
 
 `attention` in `infer.kernels` selects how a mask is evaluated: by chunks of queries, as a dense
 mask, by FlexAttention or in Triton.
@@ -81,8 +80,8 @@ class AttentionMask:
     ranges, and the new positions that `new_key_mask` allows.
 
     In decoding, the queries are the new positions. In each row, the keys of the new positions
-    follow the first `cached_lengths` keys. Properties convert the mask to other forms, each of
-    which is computed once, on first use.
+    follow the first `cached_lengths` keys. The properties convert the mask to the forms
+    that attention kernels need. Each form is computed once, on first use.
     """
 
     num_keys: int  # number of keys per batch row
@@ -131,8 +130,8 @@ class AttentionMask:
 
     @cached_property
     def chunks(self) -> list[MaskChunk]:
-        """Return the mask as chunks of queries. A chunk has QUERIES_PER_MASK_CHUNK queries, and
-        leaves out the keys that none of them attends to. These are most keys."""
+        """Return the mask as chunks of QUERIES_PER_MASK_CHUNK queries. A chunk leaves out all keys
+        to which none of its queries attends; these are most keys."""
         chunks = []
         rows, queries = self.key_ranges[0][0].shape
         for row, first in product(range(rows), range(0, queries, QUERIES_PER_MASK_CHUNK)):
@@ -234,8 +233,8 @@ def _find_touched_and_full_tiles(
 
 
 def _count_and_order_tiles(tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the tiles that are true in `tiles` (B, 1, tile rows, tile columns) bool, in the form
-    that FlexAttention's BlockMask takes.
+    """Convert `tiles` (B, 1, tile rows, tile columns) bool, which is true for the tiles to compute,
+    to the form that FlexAttention's BlockMask takes.
 
     The result is two tensors: the number of true tiles in each tile row, (B, 1, tile rows) int32,
     and the column indices of the row's tiles, true ones first, (B, 1, tile rows, tile columns)
@@ -275,7 +274,7 @@ def build_training_mask(
     causal: whether a position of a block attends only to itself and the block's positions before it
         (DART); otherwise it attends to the whole block (DFlash)
     window: size of the sliding window. A query attends only to positions of context and block whose
-        distance from it is less than this. None means that there is no window.
+        distance from it is less than `window`. None means that there is no window.
     """
     context_length = documents.shape[1]
     device = documents.device
@@ -389,7 +388,8 @@ def build_draft_mask(
     num_keys: number of keys per batch row that attention reads
     causal: whether a query attends only to the block's positions up to its own
     window: size of the sliding window, see `build_training_mask`
-    sees_all_keys: whether the host knows that all batch rows have the same length
+    sees_all_keys: whether the host knows that all batch rows have the same length. Then every query
+        attends to every key, unless `causal` or `window` excludes some.
     """
     offsets = torch.arange(block_size, device=cached_lengths.device)
     block_mask = (offsets <= offsets[:, None]) | (not causal)

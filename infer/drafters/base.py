@@ -16,9 +16,9 @@ dflash/model.py as the example. Besides its layers, a subclass defines:
 - for reading and writing config.json: `read_config` and `export_writers`;
 - for training: `prepare_training_inputs` and `forward` run all blocks of packed sequences in one
   pass, with one attention mask for each of `attention_patterns`;
-- for decoding: `build_state` wraps the KV cache, `update_context` adds newly committed positions to
-  the KV cache, and `compute_block_states` computes the hidden states of one block per sequence,
-  from which `draft_block` computes the distributions of the drafted tokens;
+- for decoding: `build_state` creates the decoding state, `update_context` adds newly committed
+  positions to its KV cache, and `compute_block_states` computes the hidden states of one block per
+  sequence, from which `draft_block` computes the distributions of the drafted tokens;
 - for warm starts from the target's weights: `choose_warm_start_layers` and `finish_warm_start`.
 """
 
@@ -49,8 +49,8 @@ from infer.trees.vocabulary import FULL_VOCABULARY, DraftVocabulary
 
 
 class DraftedBlock(NamedTuple):
-    """One drafted block per batch row: the distribution of the token at each drafted position, and
-    the hidden states that the conditional head needs."""
+    """One drafted block per batch row: the log-probabilities of the tokens at each drafted
+    position, and the hidden states that the drafter's conditional head reads."""
 
     # (B, drafted positions, tokens that the drafter can propose) float32 log-probabilities
     marginals: torch.Tensor
@@ -159,19 +159,19 @@ class Drafter(nn.Module):
         target: Target,
         generator: torch.Generator | None,
     ) -> None:
-        """Finish a warm start: set those weights that depend on the target and are not copies of a
-        target layer's weights.
+        """Finish a warm start: set the weights that are computed from the target and are not copies
+        of a target layer's weights.
 
         `layer_weights` holds, for each layer of the drafter, the weights that were copied from the
-        target. `generator` draws random tokens.
+        target. `generator` draws the random tokens that some drafter families need.
         """
         raise NotImplementedError
 
     def prepare_training_inputs(
         self, target: Target, ids: torch.Tensor, positions: torch.Tensor, anchors: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the two inputs of `forward` that are different in each drafter family. In
-        `forward`, they follow the argument `positions`.
+        """Compute the two inputs of `forward` that are not the same in all drafter families.
+        `forward` takes them as the arguments after `positions`.
 
         `ids` (B, T) are the tokens of the packed sequences, and `positions` (B, T) their positions.
         `anchors` (B, num_blocks) are the indices of the blocks' bonus tokens in the packed
@@ -213,9 +213,10 @@ class Drafter(nn.Module):
         """Compute the hidden states (B, num_slots, hidden_size) of the slots (input positions) of
         one block per batch row.
 
-        `bonus` (B,) are the bonus tokens, after which the blocks are drafted. The final norm has
-        been applied to the returned states, with one exception: it is not applied if the
-        conditional head reads the states before this norm.
+        `bonus` (B,) are the bonus tokens, after which the blocks are drafted. `position` describes
+        the positions of the blocks, and `state` is the decoding state. The final norm has been
+        applied to the returned hidden states, unless the conditional head reads the hidden states
+        before this norm.
         """
         raise NotImplementedError
 
@@ -233,7 +234,8 @@ class Drafter(nn.Module):
 
     @property
     def family_config(self) -> dict[str, Any]:
-        """The object in config.json that holds the family's keys."""
+        """The object in config.json that holds the drafter family's keys, for example
+        `dflash_config`."""
         return vars(self.config)[self.family.config_key]
 
     @property
@@ -280,7 +282,7 @@ class Drafter(nn.Module):
     def add_embedding_and_head(self, embedding: bool, head: bool) -> None:
         """Create an embedding if `embedding` is true, and a language model head if `head` is true.
 
-        The drafter uses the target's module in place of one that is not created.
+        If the drafter lacks one of these modules, it uses the target's.
         """
         config = self.config
         if embedding:
@@ -429,10 +431,10 @@ class Drafter(nn.Module):
         return True
 
     def graph_references(self) -> list[object]:
-        """Return the objects whose memory is read during drafting, apart from the arguments and the
-        decoding state.
+        """Return the objects whose memory `draft_block` reads, apart from its arguments.
 
-        If drafting is recorded as a CUDA graph, these objects must stay alive as long as the graph.
+        If a call of `draft_block` is recorded as a CUDA graph, these objects must stay alive as
+        long as the graph.
         """
         return [self.target_head_copy, *parameter_aliases(self)]
 
@@ -510,8 +512,8 @@ def get_feature_layer_ids(
 
 
 def limit_attention_window(drafter: Drafter, window: int) -> None:
-    """Limit the attention of every layer of the drafter to a sliding window of `window` positions.
-    The positions of the drafted block count too.
+    """Limit the attention of every layer of the drafter to a sliding window of `window` positions,
+    which includes positions of the drafted block.
 
     SGLang has the same option, `--speculative-dflash-draft-window-size`. Raises ValueError if the
     drafter's family does not support sliding windows, or if the window is shorter than a block.

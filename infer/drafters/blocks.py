@@ -24,10 +24,11 @@ def compute_packed_block_states(
 ) -> torch.Tensor:
     """Compute the hidden states of all blocks of packed sequences in one pass.
 
-    `packed_sequences` holds "ids", "positions" and "documents", (B, T) each, for B packed sequences
-    of T tokens. `anchors` (B, num_blocks) are the indices of the bonus tokens after which blocks
-    are drafted. `context` (B, T, num_features) are the target's hidden states that the drafter
-    reads. `forward` is the drafter, or an object of a training framework that wraps the drafter.
+    `packed_sequences` holds "ids", "positions" and "documents" (document numbers), (B, T) each, for
+    B packed sequences of T tokens. `anchors` (B, num_blocks) are the indices of the bonus tokens
+    after which blocks are drafted. `context` (B, T, num_features) are the target's hidden states
+    that the drafter reads. `forward` is the drafter, or an object of a training framework that
+    wraps the drafter.
 
     Returns the hidden states (B, num_blocks, num_slots, hidden_size) of the blocks' slots (input
     positions), to which `Drafter.normalize_for_head` was applied.

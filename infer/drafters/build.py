@@ -140,8 +140,9 @@ def build_feature_layer_config(
 ) -> dict[str, Any]:
     """Return the entries of config.json that define which target layers a new drafter reads.
 
-    Raises ValueError if the options name a layer that the target does not have, or set
-    `last_layer_output` although the drafter does not read the target's last layer.
+    Raises ValueError if the options name a layer that the target does not have. Also raises
+    ValueError if the drafter does not read the target's last layer, but the option
+    `last_layer_output` asks for its output after the final norm.
     """
     layer_ids = list(choose_feature_layers(options, target_config))
     last_layer = target_config.num_hidden_layers - 1
@@ -280,9 +281,9 @@ def remove_copied_embedding_and_head(drafter: Drafter, target: Target) -> None:
     """Remove the drafter's embedding and language model head, so that the drafter uses the
     target's.
 
-    Raises ValueError if one of them is not a copy, that is, if its weight differs from the target's
-    by more than the cast to another dtype. Does nothing for drafter families that always have their
-    own language model head.
+    Raises ValueError if one of them is not a copy of the target's. The weight of a copy may have
+    another dtype than the target's weight, but must be equal to it after a cast. Does nothing for
+    drafter families that always have their own language model head.
     """
     if drafter.family.includes_lm_head:
         return
@@ -292,7 +293,7 @@ def remove_copied_embedding_and_head(drafter: Drafter, target: Target) -> None:
     }
     for name, (module, target_weight) in pairs.items():
         if module is not None and not equal_in_either_dtype(module.weight, target_weight):
-            raise ValueError(f"the drafter's {name} differs from the target's")
+            raise ValueError(f"the drafter's {name} differs from the target's {name}")
         setattr(drafter, name, None)
         setattr(drafter.config, f"has_{name}", False)
 
@@ -304,10 +305,11 @@ def equal_in_either_dtype(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def read_options_from_config(drafter: Drafter) -> dict[str, Any]:
-    """Return those options of a new drafter that can be read from an existing drafter's
-    config.json. The keys are fields of `infer.config.DrafterConfig`.
+    """Return the options with which a new drafter like `drafter` can be created. The keys are
+    fields of `infer.config.DrafterConfig`.
 
-    The options of the conditional head are not included.
+    Only the options that can be read from the config.json of `drafter` are returned, without those
+    of the conditional head.
     """
     family_config = drafter.family_config
     family = drafter.family

@@ -74,8 +74,8 @@ class ParsedConfig:
         return self.config_kwargs.get(self.family.config_key, {})
 
     def build_drafter(self, device: str = "meta") -> Any:
-        """Return a `Drafter` with this config and uninitialised weights on `device`. There must be
-        no problems."""
+        """Return a `Drafter` with this config and uninitialised weights on `device`. The list
+        `problems` must be empty."""
         assert self.family is not None
         with torch.device(device):
             return self.family.load()(Qwen3Config(**self.config_kwargs))
@@ -129,12 +129,12 @@ class ValidConfigEntries(dict[str, Any]):
     def _flatten(
         self, raw: dict[str, Any], objects: Collection[str], key_names: Mapping[str, str]
     ) -> dict[str, Any]:
-        """Merge the top level of `raw` and the nested objects named in `objects` into one
+        """Merge the top level of `raw` and its nested objects named in `objects` into one
         dictionary without null values.
 
-        Keys get this project's names, see `key_names` of the class. The value at the top level has
-        priority over the value in a nested object. A problem is added if the two values of a known
-        key differ.
+        The keys of the result are this project's names, see `key_names` of the class. If a key is
+        both at the top level and in a nested object, the value at the top level is used. If the two
+        values differ and the key has a rule, a sentence is added to `problems`.
         """
         levels = []
         for name in objects:
@@ -323,15 +323,13 @@ class ValidConfigEntries(dict[str, Any]):
         """Return the config.json entries that describe which target layers the drafter reads.
 
         The entry `target_layer_ids` is the list of these layers, counted from 0. The entry
-        `default_last_tap` is returned if the
-        target's last layer is in this list, or if it is unknown which
-        layer is the last. Its value is "raw" if the drafter reads
-        the last layer's output before
-        the target's final norm, and "normed" if it reads the output after this norm.
+        `last_tap` is "raw" if the drafter reads the output of the target's last layer before the
+        target's final norm, and "normed" if it reads this output after the norm. The entry
+        `last_tap` is left out if the drafter is known not to read the target's last layer.
 
         `layers` is the target's number of layers, None if unknown. `first_layer_id` is the number
-        that this config.json uses for the target's first layer. The argument `default_last_tap` is
-        the default value of the entry if config.json has none.
+        that this config.json uses for the target's first layer. `default_last_tap` is the value of
+        `last_tap` if config.json has none.
         """
         layer_ids = self["target_layer_ids"]
         too_high = layers is not None and max(layer_ids) >= layers + first_layer_id

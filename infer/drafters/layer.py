@@ -132,7 +132,7 @@ class DrafterLayer(nn.Module):
         """Run a sublayer on normalised inputs and return its output.
 
         `name` is "attention" or "mlp", and `sublayer` is the function that computes the output. A
-        drafter family may override this method to add other operations before and after the
+        drafter family may override this method to add operations before and after the
         sublayer, for example convolutions.
         """
         return sublayer(inputs)

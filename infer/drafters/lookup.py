@@ -1,6 +1,6 @@
 """Prompt lookup (https://github.com/apoorvumang/prompt-lookup-decoding) with the interface of a
 drafter: if the sequence's last tokens occurred earlier in the same sequence, draft the tokens that
-followed then.
+followed them there.
 
 A drafter with a neural network should be faster than this baseline.
 
@@ -22,11 +22,11 @@ from infer.drafters.families import PROMPT_LOOKUP_FAMILY
 from infer.targets.target import Target
 from infer.trees.vocabulary import FULL_VOCABULARY
 
-# Each drafted distribution is mixed with this share of the uniform distribution, so that no token
+# Weight of the uniform distribution, which is mixed into each drafted distribution so that no token
 # has probability 0.
 LOOKUP_UNIFORM_DISTRIBUTION_WEIGHT = 1e-4
 MAX_LOOKUP_SUFFIX_TOKENS = (
-    4  # maximum number of last tokens of the sequence that are compared with earlier tokens
+    4  # maximum number of tokens at the end of the sequence that are looked up earlier in it
 )
 LOOKUP_WEIGHT_FACTOR_PER_TOKEN = (
     8.0  # factor by which a match weighs more than a match that is one token shorter
@@ -58,14 +58,15 @@ class LookupState:
         self.sequences = [self.sequences[i] for i in order]
 
     def read_cached_states(self, row: int, start: int, count: int) -> list[torch.Tensor]:
-        """Return an empty list, because `restore` needs only the tokens, which the caller has.
+        """Return an empty list, because `restore_row` needs only the tokens, which the caller has.
 
         The same method of other drafters returns cached keys and values.
         """
         return []
 
     def restore_row(self, row: int, ids: list[int], pieces: list[list[torch.Tensor]]) -> None:
-        """Fill the empty batch row `row` with the tokens `ids`. `pieces` is ignored."""
+        """Fill the empty batch row `row` with the tokens `ids`. `pieces` is ignored: for other
+        drafters, it holds cached keys and values."""
         self.sequences[row] = list(ids)
 
 
@@ -166,7 +167,7 @@ def compute_continuation_distributions(
     weights = LOOKUP_WEIGHT_FACTOR_PER_TOKEN**matched_tokens * (1 + matches / len(sequence))
     distributions = np.zeros((length, vocab_size))
     for slot in range(length):
-        # If this position is after the end of the sequence, repeat the tokens after the match.
+        # The modulo repeats the tokens after a match if the sequence ends too early.
         next_tokens = sequence[matches + 1 + slot % (last - matches)]
         np.add.at(distributions[slot], next_tokens, weights)
     return distributions / weights.sum()

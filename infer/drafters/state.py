@@ -93,9 +93,9 @@ class DrafterState:
     ) -> None:
         """Fill the empty batch row `row` with cached keys and values.
 
-        `cached_ranges` are results of `read` for consecutive ranges of positions. `ids` are the
-        tokens at these positions. They are ignored here; the same method of prompt lookup uses
-        them.
+        `cached_ranges` are results of `read_cached_states` for consecutive ranges of positions.
+        `ids` are the tokens at these positions. They are ignored here; the same method of prompt
+        lookup uses them.
         """
         self.cache.restore_keys_values(row, cached_ranges)
 

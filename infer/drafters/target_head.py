@@ -17,7 +17,7 @@ class TargetHeadCopy(NamedTuple):
     has int8 weights, or both."""
 
     source: "ref[nn.Module]"  # the target's language model head, of which this is a copy
-    # value that changes when the target's weights or the tokens of the drafter change
+    # value that changes when the target's weights or the tokens that the drafter scores change
     version: tuple
     head: nn.Module  # the copied language model head
 

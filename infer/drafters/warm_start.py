@@ -23,12 +23,12 @@ from infer.targets.layers import UnsupportedLayer, convert_norm
 from infer.targets.support import get_rope_parameters
 from infer.targets.target import Target
 
-# A drafter layer counts as equal to a target layer if the norm of the difference of their outputs,
-# divided by the norm of what the drafter layer adds to its input, is below this value. The value
-# exceeds rounding errors of bfloat16.
+# Maximum relative difference between the outputs of a drafter layer and a target layer that count
+# as equal: the norm of the difference, divided by the norm of what the drafter layer adds to its
+# input. The maximum is above the rounding errors of bfloat16.
 MAX_LAYER_DIFFERENCE = 0.05
-# The value of MAX_LAYER_DIFFERENCE for target layers with gated attention, which a drafter layer
-# only approximates.
+# Replaces MAX_LAYER_DIFFERENCE for target layers with gated attention, which a drafter layer only
+# approximates.
 MAX_WARM_START_GATED_LAYER_DIFFERENCE = 1.0
 MIN_WARM_START_COMPARED_POSITIONS = (
     4  # minimum number of positions at which a drafter layer and a target layer are compared
@@ -54,7 +54,7 @@ def layer_matches_target(
     drafter's rotary embeddings.
 
     First, the names and shapes of `weights` are compared with those of `layer`, apart from tensors
-    that a target layer does not have. If they agree, the target layer can still have other norms,
+    that a target layer does not have. If they agree, the two layers can still have different norms,
     activations, residual scales or rotary embeddings. Therefore both layers run on the same random
     inputs with causal attention, and their outputs are compared.
 
@@ -106,9 +106,9 @@ def run_target_layer(
     """Run a target layer with causal attention on the hidden states `states` (1, T, hidden_size) of
     T tokens at `positions` (1, T).
 
-    Returns the output (1, T, hidden_size), or None if the layer does not accept the arguments used
-    here. `gated` tells whether the layer has gated attention. The rotary embeddings come from the
-    target if the layer is gated, else from `rotary_module`.
+    Returns the output (1, T, hidden_size), or None if the layer does not accept the arguments that
+    this function passes to it. `gated` tells whether the layer has gated attention. The rotary
+    embeddings come from the target if the layer is gated, else from `rotary_module`.
     """
     weight = next(target_layer.parameters())
     count = states.shape[1]

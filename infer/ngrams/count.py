@@ -7,8 +7,8 @@ end of the document. The keys are sorted. The distinct prefixes of k tokens are 
 level k of the trie.
 
 Rare n-grams can be left out. A prefix of an n-gram is at least as frequent as the n-gram, so a node
-is never kept without its parent. The counts of the other n-grams do not change: Pr(token | context)
-becomes 0 for an n-gram that is left out, and stays the same for all others. Counting takes about 40
+is never kept without its parent. Pr(token | context) becomes 0 for an n-gram that is left out, and
+stays the same for all others, because their counts do not change. Counting takes about 40
 bytes of memory per token of the corpus, because all keys are in memory.
 """
 

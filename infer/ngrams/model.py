@@ -76,10 +76,10 @@ class TrieArrays(NamedTuple):
     """
 
     entries: np.ndarray  # (number of nodes,) uint32: last token and count of each node
-    # (inner_nodes + 1,) uint32: first child of each node, minus the entry of `child_bases` for its
-    # group
+    # (inner_nodes + 1,) uint32: first child of each inner node, minus the entry of `child_bases`
+    # for the node's group of 65,536 nodes
     child_offsets: np.ndarray
-    # (number of groups,) int64: first child of each group of 65,536 nodes
+    # (number of groups,) int64: first child of the first node of each group of 65,536 nodes
     child_bases: np.ndarray
     overflow_nodes: np.ndarray  # int64, sorted: nodes whose counts do not fit into an entry
     overflow_counts: np.ndarray  # int64: the counts of the nodes in `overflow_nodes`
@@ -180,8 +180,8 @@ def write_ngram_file(
 def read_ngram_header(path: Path, file: BinaryIO) -> np.void:
     """Read and check the header of an n-gram file. Return a record of NGRAM_FILE_HEADER_DTYPE.
 
-    Raises ValueError if the file is not an n-gram file or has another version, if the header is
-    damaged, or if the size of the file is not the one in the header.
+    Raises ValueError if the file is not an n-gram file, if this program does not read its format
+    version, if the header is damaged, or if the size of the file is not the one in the header.
     """
     content = file.read(NGRAM_FILE_HEADER_DTYPE.itemsize)
     if (
@@ -250,9 +250,9 @@ class NGramModel:
         digest: the digest of the current tokenizer, which must be the one recorded in the file;
         None means that this is not checked.
 
-        Raises FileNotFoundError if there is no such file. Raises ValueError if it is not an n-gram
-        file of this version, if its tokenizer is another one, or if its size or header is wrong. If
-        the rest of the file is damaged, lookups return wrong numbers, but never read outside it.
+        Raises FileNotFoundError if there is no such file. Raises ValueError if `read_ngram_header`
+        finds an error, or if the file was counted with another tokenizer than `digest` says. If the
+        rest of the file is damaged, lookups return wrong numbers, but never read outside the file.
         """
         path = Path(path)
         if not path.is_file():
@@ -284,8 +284,8 @@ class NGramModel:
 
     @classmethod
     def uniform(cls, vocabulary: int) -> "NGramModel":
-        """Return a model without a file that gives all tokens the same probability: each token has
-        the count 1, and there are no longer n-grams."""
+        """Return a model that gives all tokens the same probability and needs no file: each token
+        has the count 1, and there are no n-grams of two or more tokens."""
         count_bits = compute_count_bits(vocabulary)
         entries = (np.arange(vocabulary, dtype=np.int64) << count_bits | 1).astype(np.uint32)
         empty_sizes = (1, 1, 0, 0)
@@ -431,15 +431,15 @@ def compute_next_token_probabilities(
 
     suffix_nodes: (order - 1,), the trie nodes of the path's suffixes, from `find_suffix_nodes`
     tokens: (K,) int64, the K tokens, ascending
-    fallback_probabilities: (K,), the probabilities of tokens that follow no suffix of the path in
+    fallback_probabilities: (K,), the results for those tokens that follow no suffix of the path in
         the corpus
     child_suffix_nodes: (order, K), filled: row k has the trie nodes of the last k + 1 tokens of the
         path extended by each of the K tokens
     probabilities: (K,), filled with the result
 
     The probability is count(context, token) / count(context) (DART section 4). The context is the
-    longest suffix of the path that the token follows in the corpus. If longer suffixes were tried
-    before, the probability is not discounted (no back-off weight).
+    longest suffix of the path that the token follows in the corpus. There are no back-off weights
+    (discounts for shorter contexts).
     """
     for i in range(len(tokens)):
         probabilities[i] = fallback_probabilities[i]

@@ -11,9 +11,10 @@ search therefore finds the nodes with the highest scores exactly, as it does wit
 repeats names and phrases, so the n-gram probabilities of the corpus are corrected by counts in the
 sequence itself (`blend_sequence_counts`).
 
-The search stores trie nodes with each path: `suffix_nodes[k]` is the node of the path's last k + 1
-tokens, or -1 if this n-gram does not occur in the corpus. When a path grows by a token, each of
-these nodes is replaced by one of its children. No context is looked up from the root of the trie.
+For each path of the draft tree, the search stores nodes of the n-gram trie: `suffix_nodes[k]` is
+the trie node of the path's last k + 1 tokens, or -1 if this n-gram does not occur in the corpus.
+When a path grows by a token, each of these trie nodes is replaced by one of its children, so that
+no n-gram is looked up from the root of the trie.
 
 Arrays are copied in loops, element by element, since assignments to slices double the compilation
 time. Callers pass contiguous arrays of the same types, so that each search is compiled once.
@@ -56,8 +57,8 @@ FORBIDDEN_TOKEN_LOG_PROBABILITY = -1e30
 class NGramSearchBuffers(NamedTuple):
     """The inputs and buffers of the search for the draft tree of one sequence, with n-gram scores.
 
-    The buffers have one entry for each tree node. An entry is filled when the search opens the
-    node, that is, when it computes the candidates for the next token and their scores.
+    The buffers have one entry for each node of the draft tree. An entry is filled when the
+    search computes the candidates for the token after the node, and their scores.
     """
 
     trie: TrieArrays
@@ -67,11 +68,11 @@ class NGramSearchBuffers(NamedTuple):
     # number of rows of `log_prob_table` for each position after the first: one per candidate of the
     # previous position if probabilities depend on the previous token, else 1
     rows_per_position: int
-    sequence: np.ndarray  # (number of tokens,) int64: the tokens so far, with the bonus token
+    sequence: np.ndarray  # (number of tokens,) int64: committed tokens, then the bonus token
     # (positions, candidates) int64: token ids of the candidates, ascending at each position
     candidate_tokens: np.ndarray
-    # (positions, candidates) int64: index of each of `candidate_tokens` in the drafter's list,
-    # which has another order
+    # (positions, candidates) int64: index of each of `candidate_tokens` in the drafter's list of
+    # candidates, which is sorted by probability
     sorted_columns: np.ndarray
     # (1 + (positions - 1) * rows_per_position, candidates) float32: the drafter's log-probabilities
     # of the candidates. Row 0 is the first position; `get_log_prob_row` gives the rows of the
@@ -81,14 +82,17 @@ class NGramSearchBuffers(NamedTuple):
     # (positions, 1): one log-probability for all tokens that n-grams add
     marginal_log_probs: np.ndarray
     # Buffer, (nodes, maximum number of candidates) int64: index of each candidate in the drafter's
-    # list, -1 for candidates that n-grams added
+    # list of candidates, -1 for candidates that n-grams added
     candidate_columns: np.ndarray
-    # Buffer, (nodes, order - 1) int64: trie nodes of the suffixes of the path to each tree node
+    # Buffer, (draft nodes, order - 1) int64: for each node of the draft tree, the trie nodes of the
+    # last 1, 2, .. order - 1 tokens of the path to the draft node. Trie nodes are n-grams.
     suffix_nodes: np.ndarray
-    # Buffer, (nodes, order, maximum number of candidates) int64: trie nodes of the suffixes of the
-    # path to each tree node, extended by each candidate
+    # Buffer, (draft nodes, order, maximum number of candidates) int64: for each candidate after
+    # each node of the draft tree, the trie nodes of the last 1, 2, .. order tokens of the path that
+    # ends with the candidate
     child_suffix_nodes: np.ndarray
-    # Buffer, (nodes, MAX_NGRAM_PATH_SUFFIX_TOKENS) int64: last tokens of the path, newest first
+    # Buffer, (nodes, MAX_NGRAM_PATH_SUFFIX_TOKENS) int64: last tokens of the path to each node of
+    # the draft tree, newest first
     recent_tokens: np.ndarray
 
 
@@ -108,10 +112,10 @@ def find_path_matches(
     match_ends: np.ndarray,
     match_lengths: np.ndarray,
 ) -> Int64:
-    """Find where the last tokens of a path of the draft tree occur in the sequence. Return the
-    number of places.
+    """Find the positions at which the last tokens of a path of the draft tree occur in the
+    sequence. Return the number of these positions.
 
-    sequence: int64, the tokens so far
+    sequence: int64, the tokens of the sequence, without drafted tokens
     recent_tokens: (MAX_NGRAM_PATH_SUFFIX_TOKENS,), the last tokens of the path, newest first
     match_ends: as long as `sequence`, filled with the positions where the path's last token occurs,
         latest first
@@ -270,8 +274,8 @@ def rescore_candidates(log_q: np.ndarray, probabilities: np.ndarray, weight: flo
 
 @njit
 def get_log_prob_row(depth: Int64, rows_per_position: Int64, candidate: Int64) -> Int64:
-    """Return the row of `NGramRescorer.log_prob_table` for the drafted position `depth`, if the
-    previous token is candidate number `candidate` of the previous position."""
+    """Return the row of `NGramSearchBuffers.log_prob_table` for the drafted position `depth`, if
+    the previous token is candidate number `candidate` of the previous position."""
     return max(0, 1 + (depth - 1) * rows_per_position + min(candidate, rows_per_position - 1))
 
 

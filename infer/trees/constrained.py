@@ -1,5 +1,6 @@
 """Draft trees of sequences that must follow a grammar. The trees consist of the likeliest prefixes
-that the grammar allows.
+that the grammar allows. A prefix is a sequence of drafted tokens; a tree node represents the prefix
+that ends at the node.
 
 If the grammar allows only some tokens after a prefix, the drafter's probabilities are renormalised
 over the allowed tokens. A prefix is never more probable than its parent, so DDTree's best-first
@@ -35,7 +36,7 @@ class TokenScores(NamedTuple):
 
 @dataclass(frozen=True)
 class GrammarRule:
-    """The rule of a grammar for one draft tree: a function that returns the allowed tokens, and the
+    """What a grammar allows in one draft tree: a function that returns the allowed tokens, and the
     tokens that the grammar forces after the root."""
 
     # A function. Argument: the drafted tokens after the root. Returns a bool array of the shape
@@ -50,6 +51,7 @@ def build_constrained_trees(
     """Rebuild the draft trees of batch rows that have a grammar, using only allowed tokens.
 
     tree: the draft trees of all batch rows, built without grammars
+    proposal: the drafter's distributions from which `tree` was built
     rules: keys are batch rows, values are their grammars; other rows keep their trees
     branches: whether a rebuilt tree may have branches; otherwise it is a chain
 
@@ -75,7 +77,8 @@ def build_constrained_trees(
 
 
 class RowDistributions:
-    """The drafter's token probabilities for one batch row, restricted to allowed tokens."""
+    """The drafter's token probabilities for one batch row, restricted to the tokens that the
+    grammar allows."""
 
     def __init__(self, proposal: Proposal, row: int) -> None:
         assert proposal.marginals is not None
@@ -243,8 +246,7 @@ class ConstrainedSearch:
     def add_best_child(self) -> None:
         """Move the likeliest child from the heap to the tree.
 
-        Then add two other nodes to the heap: the next sibling of the moved node, and the best child
-        of the moved node.
+        Then add two nodes to the heap: the next sibling and the best child of the moved node.
         """
         negative_log_prob, _, parent, index = heapq.heappop(self.heap)
         self.add_node(int(self.children[parent].tokens[index]), parent, -negative_log_prob)

@@ -26,25 +26,26 @@ DART_LOGIT_DECAY_PER_POSITION = 0.9  # the drafter's score at position i is mult
 DART_NGRAM_WEIGHT = 0.5
 DART_DEPTH_WEIGHT_EXPONENT = -0.7
 
-# This value is added to probabilities before their logarithm is taken, as in the DART authors'
-# code.
+# Added to probabilities under the drafter and to n-gram probabilities before their logarithm is
+# taken, as in the DART authors' code.
 DART_PROBABILITY_EPSILON = 1e-10
 DART_UNSEEN_NGRAM_LOG_PROBABILITY = np.log(DART_PROBABILITY_EPSILON)
-# This value is subtracted from the scores of prefixes that end with an EOS token, so that other
-# prefixes are extended first. It is larger than any score.
+# In the choice of the prefixes to extend, this value is subtracted from the scores of prefixes that
+# end with an EOS token, so that other prefixes are extended first. It is larger than any score.
 DART_END_TOKEN_SCORE_PENALTY = 1e6
 
 
 def build_continuity_tree(proposal: Proposal) -> DraftTree:
     """Build the draft trees of DART algorithm 1.
 
-    The beam search visits prefixes of the DRAFTER_CANDIDATES_WITH_NGRAMS likeliest tokens of each
-    position. A tree consists of the visited prefixes with the highest scores, up to the node
-    budget, in descending order of score. The `log_probs` of the tree are the log-probabilities
+    At each position, the beam search extends prefixes by the DRAFTER_CANDIDATES_WITH_NGRAMS
+    likeliest tokens. A tree consists of the visited prefixes with the highest scores, up to the
+    node budget, in descending order of score. The `log_probs` of the tree are the log-probabilities
     under the drafter alone.
 
     As in the authors' code, n-grams do not affect the scores of the first position, and a prefix
-    that ends with an EOS token is extended only if too few other prefixes are left.
+    that ends with an EOS token is extended only if fewer than DART_BEAM_WIDTH_PREFIXES prefixes of
+    the same length end with another token.
     """
     assert proposal.marginals is not None and proposal.ngram is not None
     count = min(DRAFTER_CANDIDATES_WITH_NGRAMS, proposal.marginals.shape[-1])
@@ -121,11 +122,12 @@ def search_beam(trie, tokens, log_q, drafter_scores, is_end, context, suffixes, 
 
     trie: the trie of the n-gram model
     tokens, log_q, drafter_scores, is_end: (positions, candidates): token ids in ascending order,
-        log-probabilities, scores without n-grams, and whether a candidate is an EOS token
+        log-probabilities, the drafter's scores, and whether a candidate is an EOS token
     context: the last tokens of the sequence, including the bonus token
-    suffixes: scratch memory (beam width, n-gram order - 1)
+    suffixes: (beam width, n-gram order - 1), scratch memory for trie nodes: row i is for the last
+        tokens of the i-th prefix of the beam
     prefixes: (3, prefixes), output: tokens, parents (index of a prefix, -1 for the root), depths
-    scores: (2, prefixes), output: DART's scores, and log-probabilities under the drafter
+    scores: (2, prefixes), output: scores with n-grams, and log-probabilities under the drafter
     """
     length, num_candidates = tokens.shape
     width, max_suffixes = suffixes.shape
@@ -152,7 +154,7 @@ def search_beam(trie, tokens, log_q, drafter_scores, is_end, context, suffixes, 
                     step += DART_NGRAM_WEIGHT * ngram_log_prob(probabilities[i])
                 parent_score = scores[0, parent] if parent >= 0 else 0.0
                 parent_log_q = scores[1, parent] if parent >= 0 else 0.0
-                # Because of the minimum, a child never scores higher than its parent.
+                # The minimum with 0 ensures that a child never scores higher than its parent.
                 scores[0, size] = min(step * level_weight, 0.0) + parent_score
                 scores[1, size] = log_q[level, i] + parent_log_q
                 extension_scores[size - level_start] = scores[0, size] - (

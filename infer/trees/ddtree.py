@@ -22,7 +22,8 @@ from infer.trees.vocabulary import FULL_VOCABULARY, DraftVocabulary
 
 
 class MarginalConditionals:
-    """A drafter's marginals as `Conditionals`: they do not depend on the tokens drafted before.
+    """A drafter's marginal probabilities, which do not depend on the tokens drafted before, in the
+    form of the protocol `Conditionals`.
 
     The candidates are the `count` likeliest tokens of each position.
     """

@@ -2,7 +2,7 @@
 
 `infer.ngrams.rescoring` computes the scores. The n-gram model is in CPU memory, so these trees are
 built on the CPU. If the drafter runs on a GPU, the likeliest tokens of each position are copied to
-the CPU in each round.
+the CPU for every new block.
 """
 
 import numpy as np
@@ -58,13 +58,13 @@ def build_guided_ddtree(proposal: Proposal) -> DraftTree:
 def make_ngram_search_buffers(
     proposal: Proposal, conditionals: MarginalConditionals | Conditionals, num_nodes: int
 ) -> list[NGramSearchBuffers]:
-    """Return one `NGramRescorer` for each batch row. It contains the inputs of the tree search: the
-    candidates with their log-probabilities, the n-gram model, and scratch arrays for `num_nodes`
-    nodes.
+    """Return one `NGramSearchBuffers` for each batch row. It contains the inputs of the tree search
+    (the candidates with their log-probabilities, and the n-gram model) and scratch arrays for
+    `num_nodes` tree nodes.
 
-    The n-gram model may add tokens that are not candidates. The drafter's probability of an added
-    token is its marginal probability, if two conditions hold: the drafter scores this token, and
-    the drafter runs on the CPU. Otherwise it is the marginal probability of the least likely
+    The n-gram model may add tokens to the drafter's candidates. The drafter's probability of an
+    added token is its marginal probability, if two conditions hold: the drafter scores this token,
+    and the drafter runs on the CPU. Otherwise it is the marginal probability of the least likely
     candidate of the position.
     """
     ngram = proposal.ngram

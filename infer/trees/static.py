@@ -28,9 +28,11 @@ def build_static_tree(proposal: Proposal) -> DraftTree:
     width = min(proposal.width, proposal.budget, num_candidates)
     depth = find_static_depth(width, proposal.budget, length)
 
-    # (batch rows, prefixes): log-probabilities of the prefixes of the newest level.
+    # (batch rows, prefixes): log-probabilities of the prefixes that end on the tree level that was
+    # built last.
     scores = torch.zeros(len(proposal.bonus_tokens), 1, device=tokens.device)
-    # (batch rows, prefixes): the last token of each prefix, as an index of a candidate.
+    # (batch rows, prefixes): the last token of each of these prefixes, as an index into the
+    # candidates of its position.
     last_candidates = torch.zeros_like(scores, dtype=torch.long)
     head_state = None  # (batch rows, prefixes, state size) for a recurrent conditional head
     level_tokens = []

@@ -39,16 +39,18 @@ class Conditionals(Protocol):
         """
 
     def compute_first_log_probs(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the log-probabilities of position 0, and the initial state of a recurrent head.
+        """Return the log-probabilities of the candidates of position 0, and the initial state of a
+        recurrent head.
 
-        The log-probabilities have the shape (B, 1, candidates), and the state has the shape
-        (B, 1, state size). The state is None if the head is not recurrent.
+        The log-probabilities have the shape (B, 1, candidates), and the state has the shape (B, 1,
+        state size). The state is None if the head is not recurrent.
         """
 
     def compute_next_log_probs(
         self, position: int, candidates: torch.Tensor, state: torch.Tensor | None, /
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the log-probabilities of a position after each prefix, and the new head state.
+        """Return the log-probabilities of a position's candidates after each prefix, and the
+        recurrent head's state after each prefix.
 
         candidates: (B, prefixes), the last token of each prefix, given as an index into the
             candidates of the previous position
@@ -72,8 +74,9 @@ class Proposal:
     """The input of a tree method: the drafter's distributions and the options of the tree."""
 
     bonus_tokens: torch.Tensor  # (batch rows,) int64: the bonus tokens, which become the roots
-    # (batch rows, drafted positions, tokens that the drafter scores): log-probabilities, to which
-    # the sampling options and the target's Gumbel noise were applied. None without a drafter.
+    # (batch rows, drafted positions, tokens that the drafter scores): log-probabilities, computed
+    # with the sampling options and with the same Gumbel noise with which the target samples. None
+    # without a drafter.
     marginals: torch.Tensor | None
     budget: int = 0  # maximum number of drafted nodes per batch row
     ngram: NGramModel | None = None
@@ -83,7 +86,7 @@ class Proposal:
     width: int = 1  # number of children per node of a static tree
     eos_token_ids: Collection[int] = ()
     conditionals: Conditionals | None = None  # None if the drafter has no conditional head
-    # The token id of each index on the last axis of `marginals`.
+    # Which token id each index on the last axis of `marginals` stands for.
     vocabulary: DraftVocabulary = FULL_VOCABULARY
 
 
@@ -161,11 +164,12 @@ class DraftTree:
         )
 
     def keep_likeliest(self, mean_nodes_per_row: int) -> "DraftTree":
-        """Return smaller trees, which keep the likeliest drafted nodes of all batch rows together.
+        """Return smaller trees that keep the likeliest drafted nodes among the nodes of all batch
+        rows.
 
-        The trees of the batch keep `mean_nodes_per_row` drafted nodes on average. A batch row in
-        which the drafter is confident keeps more nodes than another. The nodes of each batch row
-        must be sorted by probability.
+        The trees of the batch keep `mean_nodes_per_row` drafted nodes on average. Batch rows in
+        which the drafter is confident keep more nodes, and other batch rows keep fewer. The nodes
+        of each batch row must be sorted by probability.
         """
         rows, nodes = self.log_probs[:, 1:].shape
         likeliest = self.log_probs[:, 1:].flatten().topk(rows * mean_nodes_per_row).indices
@@ -196,7 +200,8 @@ def add_roots(bonus: torch.Tensor, nodes: DraftNodes, max_depth: int) -> DraftTr
 
 
 def build_root_only_trees(proposal: Proposal) -> DraftTree:
-    """Return trees with only a root. A round with such trees is a step of baseline decoding."""
+    """Return trees with only a root, so that the target decodes one token per sequence as without a
+    drafter."""
     return make_root_trees(proposal.bonus_tokens)
 
 

@@ -13,7 +13,7 @@ input of every other slot is one learned mask vector. Attention is causal everyw
 
 Logits are shifted: a slot at position i predicts the token at position i + 2. So the first slot,
 whose next token is the bonus token, drafts the first position. The W - 1 = L - 1 mask slots draft
-the other positions. In the unshifted variant of DART (the ablation of table 3), there are L mask
+the other positions. In the unshifted variant of DART (table 3 of the paper), there are L mask
 slots, and the one at position i predicts the token at position i + 1. The drafter has its own
 language model head, which starts as a copy of the target's.
 
@@ -141,8 +141,8 @@ class DARTState(DrafterState):
 
     @contextmanager
     def add(self, count: int) -> Generator[Self]:
-        """Yield a state of `count` new empty batch rows, which the caller fills. It uses this
-        state's memory. When the `with` block ends, the new batch rows are appended to this
+        """Yield a state of `count` new empty batch rows, which the caller fills. The new state uses
+        this state's memory. When the `with` block ends, the new batch rows are appended to this
         state."""
         pending_features = self.pending_features[len(self.pending_features) - count :]
         with self.cache.add_rows(count) as cache:

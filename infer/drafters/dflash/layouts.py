@@ -5,7 +5,7 @@ The public layout is the format of the DFlash authors' checkpoints, which this p
 Every other layout is described by its differences from the public layout. Checkpoints in the public
 layout can differ in details: some have layers with a sliding window or store sizes in
 `dflash_config`, JetSpec's have the additional flag `causal_head`, and NeMo Automodel's have another
-class name.
+class name under `architectures`.
 """
 
 from collections.abc import Collection, Mapping
@@ -26,20 +26,20 @@ class CheckpointLayout(NamedTuple):
     the DFlash authors' checkpoints (the public layout)."""
 
     name: str
-    # default: whether a token is drafted at the bonus token's position
+    # Whether a token is drafted at the bonus token's position, if config.json does not say it.
     drafts_from_anchor: bool = False
     # config.json keys that are required in addition to those of the public layout
     required_keys: tuple[str, ...] = ()
-    # Values of missing config.json keys, if the program that defines the layout has other defaults
-    # than this project.
+    # Values of missing config.json keys, where the program that defines the layout and this project
+    # have different defaults.
     defaults: Mapping[str, Any] = EMPTY_MAPPING
     # Key: prefix of tensor names in the checkpoint. Value: the prefix in this project.
     tensor_prefixes: Mapping[str, str] = EMPTY_MAPPING
     # Key: a key of config.json in this layout. Value: the name of the key in this project.
     key_names: Mapping[str, str] = EMPTY_MAPPING
     first_layer_id: int = 0  # number that target_layer_ids uses for the target's first layer
-    # Whether a drafter in this layout reads the output of the target's last layer before ("raw") or
-    # after ("normed") the target's final norm.
+    # Default: which output of the target's last layer a drafter in this layout reads, "raw" (before
+    # the target's final norm) or "normed" (after this norm).
     last_tap: str = "normed"
 
 
@@ -168,7 +168,7 @@ def find_layout(family: Family, raw: dict[str, Any]) -> CheckpointLayout | None:
     if layout is None or has_family_object or "target_layer_ids" not in raw:
         return layout
 
-    # Here, the keys of dflash_config are at the top level of config.json, as in DeepSpec's and
+    # This config.json has the keys of dflash_config at its top level, as in DeepSpec's and
     # TorchSpec's layouts.
     if architecture == family.architecture:
         layout = CHECKPOINT_LAYOUTS_BY_DRAFTER_ARCHITECTURE["Qwen3DSparkModel"]
@@ -360,12 +360,13 @@ def read_head_and_anchor_config(
 def read_causal_flag(
     keys: ValidConfigEntries, layout: CheckpointLayout, options: dict[str, Any]
 ) -> dict[str, bool]:
-    """Return {"causal": value} if config.json makes all layers causal, or all not causal, within
-    the block; else {}.
+    """Return {"causal": True} if config.json says that attention within the block is causal in all
+    layers, {"causal": False} if it says that this attention is causal in no layer, and {}
+    otherwise.
 
-    Engines use different names for this flag (CAUSAL_KEYS). If two names have different values, a
-    sentence is added to `keys.problems`. For example, NeMo's JetSpec recipe writes is_causal false
-    and causal true.
+    Engines use different names for this flag (CAUSAL_KEYS). If config.json has several of these
+    keys with different values, a sentence is added to `keys.problems`. For example, NeMo's JetSpec
+    recipe writes is_causal false and causal true.
 
     In transformers' layout, `options["sliding_window"]` is changed from the largest distance
     between query and key to the number of positions in the window.

@@ -249,7 +249,8 @@ class DFlash(Drafter):
 
         - A drafter with fewer than MIN_LAYERS_OF_PUBLIC_DRAFTERS layers reads three target layers
           if the target has at least MIN_LAYERS_OF_DEEP_TARGET layers.
-        - If the target has fewer layers, a drafter with one layer reads the target's middle layer.
+        - A drafter with one layer reads the target's middle layer if the target has fewer than
+          MIN_LAYERS_OF_DEEP_TARGET layers.
         """
         if layers < MIN_LAYERS_OF_PUBLIC_DRAFTERS and target_layers >= MIN_LAYERS_OF_DEEP_TARGET:
             first = target_layers // 4 - 1

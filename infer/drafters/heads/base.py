@@ -7,8 +7,8 @@ target's vocabulary, R tokens that the drafter can propose, r rank of the head, 
 state of a recurrent head; `...` stands for any number of dimensions.
 
 The token before a slot can be any token of the target, because it may come from a prompt or from an
-n-gram. A table that is indexed by this token therefore has V rows, as in DSpark's layout. The table
-`correction_matrix` is indexed by the drafted token and has R rows.
+n-gram. A table that is indexed by this token therefore has V rows. The table `correction_matrix` is
+indexed by the drafted token and has R rows.
 
 Every head computes the logits of slot k as
 `logits = lm_head @ head_input + correction_matrix @ correction`. `head_input` (D,) and `correction`
@@ -62,7 +62,7 @@ class ConditionalHead(nn.Module):
     `condition`, which computes the head's output, and `init_weights`.
     """
 
-    # whether a recurrent state carries information from all previous tokens of the block
+    # whether the head has a recurrent state, which depends on all previous tokens of the block
     recurrent = False
     reads_raw_states = False  # whether the head reads hidden states before the final norm
     top_k = 0  # number of likeliest tokens per position that the head scores; 0 means all tokens
@@ -118,8 +118,8 @@ class ConditionalHead(nn.Module):
 
         `states` (num_blocks, num_slots, hidden_size) are the hidden states at all input positions
         of the blocks. The last L input positions of a block are the drafted ones. `previous_tokens`
-        (num_blocks, L) int64 are the true tokens before these. The outputs have the shape
-        (num_blocks, L, ...).
+        (num_blocks, L) int64 are the true tokens before the drafted positions. The outputs have the
+        shape (num_blocks, L, ...).
         """
         length = previous_tokens.shape[1]
         slots = torch.arange(length, device=previous_tokens.device)

@@ -25,13 +25,13 @@ from infer.drafters.state import DrafterState
 from infer.targets.target import Target
 from infer.trees.tree import Proposal
 
-# Maximum number of elements of one tensor of scores. If the scores of all queries have more
-# elements, they are computed in chunks.
+# Maximum number of elements of one tensor of scores. If the scores of all queries (drafted
+# positions with a token before them) have more elements, the queries are scored in chunks.
 MAX_HEAD_SCORE_TENSOR_ELEMENTS = 1 << 24
 
-# Arguments: scores (B, queries, tokens) and the drafted position of each query (queries,). Returns
-# the scores after applying each sequence's temperature and filters, and adding the same Gumbel
-# noise with which the target samples.
+# Arguments: scores (B, queries, tokens), and the drafted position (queries,) of each query. Returns
+# the scores after applying each sequence's temperature and sampling filters and adding the same
+# Gumbel noise with which the target samples. A query is a drafted position with a token before it.
 ScoreTransform = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -41,8 +41,8 @@ class CandidateLogProbs(NamedTuple):
 
     # (B, candidates): at the first drafted position, after the bonus token
     first_slot: torch.Tensor
-    # (B, drafted positions - 1, candidates of the previous position, candidates): at the other
-    # drafted positions
+    # (B, drafted positions - 1, candidates of the previous position, candidates): at the drafted
+    # positions after the first
     later_slots: torch.Tensor
 
 
@@ -94,7 +94,7 @@ class ConditionalDraft:
         max_scores = MAX_HEAD_SCORE_TENSOR_ELEMENTS
         if transform is not None:
             max_scores //= 2  # a transform copies the scores, which doubles their memory
-        # number of queries per batch row that are scored at the same time
+        # number of queries per batch row whose scores are computed in one tensor
         self.max_queries = max(1, max_scores // (len(bonus) * vocabulary_size))
         # number of candidate tokens per drafted position
         self.num_candidates = min(candidates, self.head.top_k or candidates, vocabulary_size)
@@ -200,12 +200,13 @@ class ConditionalDraft:
         first_slot = self._compute_slot_log_probs(slice(0, 1), self.bonus[:, None, None])
         max_queries = self.max_queries
         if self.choice_columns is not None and self.transform is None:
-            # All queries fit into one tensor, because only `top_k` tokens per query are scored.
+            # Only `top_k` tokens per query are scored, so the scores of all queries fit into one
+            # tensor.
             max_queries = self.length * self.num_candidates
 
         later_slots = []
-        # Each iteration scores as many drafted positions as fit in memory. If even one position
-        # does not fit, the candidates of the position before it are split into chunks.
+        # Each iteration scores as many drafted positions as fit into one tensor. If not even one
+        # position fits, the candidates of the position before it are split into chunks.
         for start in range(1, self.length, max_queries):
             slots = slice(start, min(start + max_queries, self.length))
             # (B, positions of this iteration, candidates)
@@ -287,7 +288,7 @@ class ConditionalDraft:
 
     def draft_greedy_chain(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Draft a greedy chain of `length` tokens: at each position, the likeliest token after the
-        tokens drafted so far.
+        previous tokens of the chain.
 
         Returns the tokens (B, length), chosen among all tokens that the drafter can propose, and
         their log-probabilities (B, length) given the tokens before them.
@@ -321,8 +322,7 @@ class ConditionalDraft:
     def _read_greedy_chain_from_table(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the result of `draft_greedy_chain`, computed from `candidate_log_probs`.
 
-        This requires that the candidates of each position are all the tokens among which the
-        conditional head chooses.
+        This is only correct if the conditional head chooses no tokens that are not candidates.
         """
         log_probs = self.candidate_log_probs.first_slot  # (B, candidates)
         best_log_probs = []
@@ -342,8 +342,8 @@ class ConditionalDraft:
 def draft_proposal(
     drafter: Drafter, target: Target, bonus: torch.Tensor, state: DrafterState, max_nodes: int
 ) -> Proposal:
-    """Draft a block for every batch row. Return the proposal from which draft trees are built in
-    greedy decoding.
+    """Draft a block for every batch row, for greedy decoding. Return a `Proposal`: the
+    distributions of the drafted tokens, from which draft trees are built.
 
     `bonus` (B,) are the bonus tokens, after which the blocks are drafted. `state` is the drafter's
     decoding state. `max_nodes` is the maximum number of drafted nodes of a tree.
@@ -378,8 +378,8 @@ def teacher_force_head(
 
     `states` (num_blocks, num_slots, hidden_size) are the hidden states at all input positions of
     the blocks. The last L input positions of a block are the drafted ones. `previous_tokens`
-    (num_blocks, L) int64 are the true tokens before these. The outputs have the shape (num_blocks,
-    L, ...).
+    (num_blocks, L) int64 are the true tokens before the drafted positions. The outputs have the
+    shape (num_blocks, L, ...).
     """
     head = get_conditional_head(drafter)
     return head.teacher_force(get_embed_and_norm(drafter, target), states, previous_tokens)

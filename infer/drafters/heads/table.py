@@ -21,8 +21,8 @@ class HeadConfigKey(NamedTuple):
     """A config.json key that describes a conditional head, with its default and allowed values.
 
     In config.json, the key is in the object that holds the drafter family's keys, for example
-    `dflash_config`. If `choices` is not empty, it holds the allowed values; otherwise integers from
-    `minimum` are allowed.
+    `dflash_config`. If `choices` is not empty, it holds the allowed values; otherwise all integers
+    of at least `minimum` are allowed.
     """
 
     name: str
@@ -139,8 +139,8 @@ _HEAD_SPECS = (
         config_keys=(
             HeadConfigKey("xpress_rank", "rank", 256, minimum=0),
             HeadConfigKey("xpress_mlp_ratio", default=2, new_drafter_value=2),
-            # Number of refinement passes in serving engines. Decoding in this project computes
-            # directly what these passes converge to.
+            # Number of passes in which serving engines refine a block. This project does not use
+            # it: it drafts the tokens to which these passes converge, one after the other.
             HeadConfigKey("num_jacobi_passes", default=6, new_drafter_value=6, minimum=0),
         ),
         token_table_names=("token_embed.weight", "readout.weight"),
@@ -212,7 +212,7 @@ def read_head_config(config_entries: Mapping[str, Any]) -> dict[str, Any]:
     Missing entries have their default values.
 
     `config_entries` are all valid entries of config.json, an
-    `infer.drafters.config_keys.CheckedKeys`.
+    `infer.drafters.config_keys.ValidConfigEntries`.
     """
     spec = find_head_spec(config_entries)
     if spec is None:

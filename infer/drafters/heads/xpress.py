@@ -14,11 +14,11 @@ token.
 
 Serving engines refine a whole block in several passes, where each pass reads the tokens of the
 previous pass (Jacobi iteration). As c_k depends on no later position, these passes converge to the
-chain that this project drafts token by token.
+tokens that this project drafts one after the other.
 
 In shapes: B batch rows, G blocks, W input positions (slots) of a block, r rank. The recurrent state
 has W * r entries: for every position k, the sum of those terms of c_k that depend on the hidden
-states and on the tokens so far.
+states and on the tokens that the head has read.
 """
 
 import torch
@@ -69,8 +69,8 @@ class XPressHead(ConditionalHead):
         self.readout = nn.Linear(rank, get_draft_vocab_size(config), bias=False)
 
     def compute_mixing_weights(self, slots: int) -> torch.Tensor:
-        """Return the weight of x_j in c_k (see the module docstring) for every j, k and entry, as a
-        tensor (slots, slots, rank) indexed [j, k, entry].
+        """Return the weights (slots, slots, rank), indexed [j, k, entry], with which the head mixes
+        the positions of a block: the weight of x_j in c_k, in the notation of the module docstring.
 
         The weights are M plus the identity for j <= k, and zero for j > k.
         """
