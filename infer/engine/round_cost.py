@@ -194,8 +194,8 @@ class RoundCostTable:
         return self._costs[rows]
 
     def is_measured(self, rows: int) -> np.ndarray:
-        """Return for each node count whether a round was measured whose number of batch rows,
-        rounded up to a power of two, is the same as that of `rows`."""
+        """Return, for each node count, whether a round with about `rows` batch rows was measured.
+        Numbers of batch rows are compared after rounding up to a power of two."""
         return self.num_measured[ceil_log2(rows)] > 0
 
     def update(self, rows: int, count_index: int, seconds: float) -> None:

@@ -373,7 +373,8 @@ class Runner:
         draft = partial(
             run_drafter, self.batch_state, tree_nodes, self.options, self.ngram_model, contexts
         )
-        # In an eager round the budget reads the log-probabilities itself, in `prune`.
+        # Without CUDA graphs the round need not return the nodes' log-probabilities, because
+        # `self.budget.prune` gets them from the trees.
         returns_log_probs = self.uses_cuda_graphs and self.budget.needs_log_probs
         return RoundPlan(
             make_sampling,

@@ -150,9 +150,10 @@ class Scheduler:
         """Return the maximum number of nodes per tree, root included, in this step's round.
 
         `prefill_cost` is the cost of this step's prefill, in units of one position without context.
-        The trees share the positions that the prefill leaves free, and always at least a third of
-        the limit. The cost of the prefill is rounded up to thirds of the limit, and the number of
-        batch rows to a power of two. There are then few tree sizes, and so few CUDA graphs.
+        The trees of all batch rows share the positions that the prefill leaves of
+        `max_batched_positions`, but at least a third of `max_batched_positions`. To get few tree
+        sizes, and so few CUDA graphs, the cost of the prefill is rounded up to thirds of
+        `max_batched_positions`, and the number of batch rows to a power of two.
         """
         full_tree = self.budget.max_nodes + 1
         if self.max_batched_positions is None:
