@@ -72,7 +72,7 @@ ACCEPTANCE_MOVING_AVERAGE_ROWS = 200
 # lower log2-probabilities.
 ACCEPTANCE_BINS = 24
 ACCEPTANCE_PRIOR_PSEUDO_COUNT = (
-    4  # smoothing: this is added to both numbers in the ratio accepted / expected nodes
+    4  # smoothing: added to both numbers in the ratio of accepted to expected nodes
 )
 
 
@@ -270,8 +270,9 @@ class AutoNodeBudget(NodeBudget):
         return min(interval, MAX_ROUNDS_BETWEEN_UNMEASURED_MODE_TRIALS)
 
     def _tries_larger_budget(self) -> bool:
-        """Return whether this round verifies the next larger number of nodes in `node_counts`
-        instead of the fastest one. Its cost is then measured again, because it may have changed."""
+        """Return whether this round verifies more nodes than the number that is expected to be
+        fastest, namely the next larger number in `node_counts`. The cost of the larger number is
+        then measured again, because it may have changed."""
         return self.num_rounds % ROUNDS_BETWEEN_LARGER_BUDGET_TRIALS == 0
 
     def count_nodes_to_build(self, rows: int, num_nodes: int) -> int:

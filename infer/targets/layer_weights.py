@@ -30,7 +30,8 @@ def load_layers_embedding_and_head(
     device: torch.device,
 ) -> None:
     """Fill the embedding, the head, the final norm and some decoder layers of `model` with the
-    target's weights. `model` is on the meta device, and its other layers stay there.
+    target's weights. `model` is on the meta device, and the decoder layers that are not loaded stay
+    there.
 
     path: the target's path, for error messages
     files: the target's safetensors files
@@ -90,7 +91,8 @@ def get_embedding_head_and_norm_shapes(
     if "norm" not in children:
         raise ValueError(
             f"target.path={path}: the target's last norm is not named `norm`, so it cannot be "
-            "loaded without the rest of the model; set features=null"
+            "loaded without the rest of the model; set features=null to train with the whole "
+            "target in memory"
         )
     modules = {"embedding": model.get_input_embeddings(), "last norm": children["norm"]}
     head = model.get_output_embeddings()
@@ -103,7 +105,8 @@ def get_embedding_head_and_norm_shapes(
         if missing:
             raise ValueError(
                 f"target.path={path}: the weight files contain no tensor {missing[0]}, which is "
-                f"the target's {title}; {DOWNLOAD_AGAIN_HINT}, or set features=null to train without stored features"
+                f"the target's {title}; {DOWNLOAD_AGAIN_HINT}, or set "
+                "features=null to train with the whole target in memory"
             )
         required |= module_shapes
     return required

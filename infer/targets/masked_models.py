@@ -1,8 +1,8 @@
-"""Recognise masked diffusion models, which are targets but not causal language models, and name the
-entry points of the package that decodes them.
+"""Recognise masked diffusion models (targets that are not causal language models), and name the
+functions and classes of the optional package that decodes them.
 
-This module does not import torch, because commands read their options from here before they load
-anything.
+This module does not import torch, because commands need the options of that package before they
+load anything.
 """
 
 from dataclasses import dataclass
