@@ -113,8 +113,8 @@ def compute_relative_error(actual: torch.Tensor, exact: torch.Tensor) -> torch.T
 
 @dataclass(frozen=True)
 class SmoothingCandidate:
-    """The smoothing factors for one value of SmoothQuant's alpha, and the errors of the layer's
-    outputs with these factors."""
+    """The smoothing factors of a layer for one value of SmoothQuant's alpha, and the errors of the
+    layer's outputs with these factors."""
 
     # (inputs,). Weights are multiplied by the factors, and activations are divided by the factors.
     factors: torch.Tensor
@@ -129,8 +129,8 @@ class SmoothingCandidate:
 
 
 class InputStatistics:
-    """Statistics of the inputs of a group of linear layers, all of which read the same hidden
-    states."""
+    """Statistics of the inputs of a group of linear layers. All layers of the group have the same
+    input."""
 
     def __init__(self, layers: list[nn.Linear]) -> None:
         size = layers[0].in_features
@@ -210,8 +210,7 @@ class InputStatistics:
 
 
 def find_linear_groups(model: PreTrainedModel) -> list[list[nn.Linear]]:
-    """Return the linear layers of a model in groups. The layers of a group read the same hidden
-    states.
+    """Return the linear layers of a model in groups. All layers of a group have the same input.
 
     One forward pass is run to find the groups, which are returned in order of execution. Layers
     that are not called in this forward pass are not returned.

@@ -2,7 +2,7 @@
 
 In a forward pass of few positions through the int8 layers of a decoder, the Python code between the
 kernel calls takes about as long as the kernels. A recording stores all kernel calls of a forward
-pass. Later forward passes with the same shapes replay these calls, with other hidden states, cache
+pass. Later forward passes with the same shapes replay these calls, with new hidden states, cache
 positions, masks and rotary angles.
 """
 
@@ -119,8 +119,8 @@ class Recording:
             self.states = states.clone()
         self.inputs = inputs
         self.calls: list[Callable[[], object]] = []
-        # Functions that set the arguments of a call for new inputs. Each has a list of the inputs
-        # that it takes, as indices into `inputs`.
+        # Pairs (function that sets the arguments of a call before a replay, indices in `inputs` of
+        # the function's arguments).
         self.bindings: list[tuple[Callable, list[int]]] = []
         # Key: id of a storage. Value: a tensor in this storage whose address is stored in a call.
         self.referenced_tensors: dict[int, torch.Tensor] = {}
@@ -196,7 +196,7 @@ class Recording:
         return copy
 
     def replay(self, states: torch.Tensor, inputs: list[object]) -> dict[int, torch.Tensor]:
-        """Repeat the recorded forward pass with other hidden states and inputs.
+        """Repeat the recorded forward pass with new hidden states and inputs.
 
         states, inputs: as for `__init__`, with the same shapes
 
@@ -299,7 +299,7 @@ class RecordingDecoder(KernelDecoder):
         return outputs
 
     def drop_old_recordings(self) -> None:
-        """Drop the least recently used recordings until the others fit the limits.
+        """Drop the least recently used recordings until the remaining ones are within the limits.
 
         The limits are MAX_INT8_CPU_CALL_RECORDINGS recordings, and MAX_INT8_CPU_RECORDING_BYTES for
         all of them. Other threads may remove recordings from the dict at the same time.

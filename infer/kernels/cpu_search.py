@@ -51,8 +51,8 @@ def search_tree(
     tokens: (length, candidates per position), token ids of the candidates
     rows_per_position: number of table rows for each position after the first. If it is 1, each row
         must be in descending order. It is 0 with a rescorer.
-    rescorer: None, or an n-gram model that computes the children of each node. Then log_q and
-        tokens are scratch memory, with a row for each node.
+    rescorer: None, or an n-gram model that computes the candidates after each node. With an n-gram
+        model, log_q and tokens are scratch memory, with a row for each node.
     nodes, scores: outputs; tokens, parents and depths (3, nodes), and log-probabilities (nodes,)
     """
     budget = len(scores)

@@ -82,8 +82,8 @@ class RecurrentCandidates(CandidateTables, Protocol):
 def replace_nan_log_probs(log_q: torch.Tensor) -> torch.Tensor:
     """Replace NaN in log-probabilities by minus infinity.
 
-    NaN would break the order of the scores. With this replacement, a drafter that returns NaN
-    drafts badly, but the search does not fail.
+    NaN would break the order of the scores. If a drafter returns NaN, its drafts are bad, but the
+    search does not fail.
     """
     return log_q.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
 
@@ -100,7 +100,8 @@ def count_tree_nodes(length: int, candidates_per_position: int, budget: int) -> 
 
 
 def stack_log_prob_tables(candidates: CandidateTables) -> torch.Tensor:
-    """Return the log-probabilities of all candidates as one table, (B, rows, candidates) float32.
+    """Return the log-probabilities of all candidate tokens as one table, (B, rows, candidates)
+    float32.
 
     Row 0 is for position 0. Each other position has R rows. Row 1 + (k - 1) * R + r is for position
     k if candidate r was chosen at position k - 1. R is the number of candidates, or 1 if the

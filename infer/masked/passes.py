@@ -29,13 +29,13 @@ class SequenceTask:
 
     sequence: MaskedSequence
     plan: DraftPlan
-    states: Sequence[State]  # sets of drafted writes; the first set is empty
+    states: Sequence[State]  # sets of drafted (position, token) pairs; the first set is empty
     positions_to_predict: Sequence[Sequence[int]]  # for each state, the positions to predict
 
 
 def make_state_rows(row: torch.Tensor | None, states: Sequence[State]) -> torch.Tensor:
-    """Return the token ids (num_states, length) of all states. Each is the sequence's row with the
-    drafted writes of the state.
+    """Return the token ids (num_states, length) of all states: the token ids of the sequence, in
+    which the drafted tokens of the state replace mask tokens.
 
     row: (length,), token ids of the sequence, mask tokens included
     states: sets of writes, each a (position, token) pair
@@ -68,8 +68,9 @@ class FullRowPasses:
         self.block_length = options.block_length
 
     def make_plan(self, sequence: MaskedSequence) -> DraftPlan:
-        """Return the limits of a round's drafts. Drafts may reach into later blocks. Drafts leave
-        at least one mask token, because the token of the round's last step is never drafted."""
+        """Return the limits for the tokens that a round may draft. They may be in later blocks too.
+        At least one mask token is left, because the token of the round's last step is never
+        drafted."""
         max_writes = min(MAX_MASKED_DRAFT_LENGTH, len(sequence.masked_positions) - 1)
         return sequence.make_plan(self.block_length, max_writes)
 
