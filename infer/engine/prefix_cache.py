@@ -3,8 +3,9 @@ same tokens as an earlier sequence, only the positions after these tokens are pr
 
 A block has PREFIX_CACHE_BLOCK_TOKENS positions. It is identified by the tokens of the block, all
 tokens before it, and the one token after it. The token after the block matters because the
-drafter's keys and values at a position may depend on the next token (`infer.drafters.dart`). Blocks
-are copies, because batch rows are reused by other sequences.
+drafter's keys and values at a position may depend on the next token (`infer.drafters.dart`). A
+block is a copy of a part of a KV cache, because the batch row in the KV cache is reused by later
+sequences.
 """
 
 from collections import OrderedDict

@@ -1,5 +1,5 @@
-"""Estimate how many seconds a round takes. The estimate starts from timing a target and its drafter
-once (calibration), and is corrected by the measured seconds of later rounds.
+"""Estimate how many seconds a round takes. The first estimates come from timing a target and its
+drafter once (calibration). Later estimates also use the measured seconds of rounds.
 
 A node count is a number of drafted nodes per batch row.
 """
@@ -41,7 +41,8 @@ MAX_MEASURED_TO_EXPECTED_ROUND_COST = (
     1.5  # a measurement is clipped to this many times the expected seconds
 )
 # An estimate also uses measurements with other numbers of batch rows or nodes. Their weight is
-# multiplied by this factor for each factor of 2 between the numbers.
+# multiplied by this constant for each factor of 2 between those numbers and the numbers of the
+# estimate.
 COST_WEIGHT_DECAY_PER_DOUBLING = 1 / 16
 # Weight of the calibrated cost, relative to 1 for each measured round. It is so small that the
 # calibrated cost matters only if no similar round was measured.

@@ -401,8 +401,8 @@ class Runner:
         self, sequences: list[Sequence], prefilling: list[Sequence], order: list[int]
     ) -> None:
         """Release the batch rows of finished sequences, and move row order[i] to row i. `sequences`
-        has the sequence of every batch row. `prefilling` are the sequences whose prefill continues;
-        if it is empty, the prefill batch is dropped."""
+        has the sequence of every batch row. `prefilling` are the sequences whose prefill is not
+        complete; if there are none, the prefill batch is dropped."""
         if not prefilling:
             self.prefill_batch = None
         self.batch_state.flush_to_drafter()

@@ -40,8 +40,8 @@ SeenTokensLookup = Callable[[slice], torch.Tensor]
 
 @dataclass(frozen=True)
 class SamplingKind:
-    """Which sampling features are used by at least one row of a batch. Rounds with different kinds
-    have different CUDA graphs."""
+    """Which sampling features are used by at least one row of a batch. There is a separate CUDA
+    graph for each `SamplingKind`."""
 
     uses_sampling: bool = False
     # the largest top_k of all rows, rounded up to a power of two; 0 if no row uses top_k
@@ -120,7 +120,7 @@ class SamplingTensors:
 
     def select_rows(self, rows: slice, kind: SamplingKind | None = None) -> "SamplingTensors":
         """Return the options of the batch rows in the slice `rows`, as views. `kind` tells which
-        features are applied; by default those of this batch."""
+        sampling features the result applies; the default is the kind of this batch."""
         if kind is None:
             kind = self.kind
         return SamplingTensors(kind, {name: column[rows] for name, column in self.columns.items()})
@@ -211,8 +211,9 @@ def iterate_chunks(
     slice of rows.
 
     A chunk has MIN_SAMPLING_CHUNK_VALUES_ON_CPU (or MIN_SAMPLING_CHUNK_VALUES_ON_GPU) values,
-    divided by `memory_factor`. It is larger if the rows would otherwise be split into more than
-    about MAX_SAMPLING_CHUNKS_PER_TENSOR chunks.
+    divided by `memory_factor`. It is larger if there would otherwise be more than about
+    MAX_SAMPLING_CHUNKS_PER_TENSOR chunks. `memory_factor` is the memory needed to process a chunk,
+    divided by the memory of the chunk itself.
     """
     chunk_values = (
         MIN_SAMPLING_CHUNK_VALUES_ON_CPU

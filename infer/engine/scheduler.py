@@ -105,9 +105,10 @@ class Scheduler:
         """Whether waiting sequences may be admitted now.
 
         During a prefill, which may take as long as several rounds (`Runner.rounds_per_prefill`), no
-        sequence decodes. Admission therefore waits until the idle time of free batch rows, summed
-        over the rows, equals the time that the prefill takes from all running sequences together.
-        It waits no longer than MAX_ADMISSION_DELAY_IN_PREFILLS prefills take.
+        sequence decodes. Admission therefore waits until the time lost by free batch rows, summed
+        over these rows, equals the time that running sequences would lose during the prefill,
+        summed over these sequences. The wait is at most the duration of
+        MAX_ADMISSION_DELAY_IN_PREFILLS prefills.
         """
         delay = min(len(self.running), MAX_ADMISSION_DELAY_IN_PREFILLS * self.num_admissible)
         is_due = self.idle_row_rounds >= self.runner.rounds_per_prefill * delay
@@ -244,8 +245,8 @@ class Scheduler:
 
     @property
     def _prefilling_context_length(self) -> int:
-        """The number of prompt positions in the KV cache, of the sequence in `prefilling` with the
-        most of them."""
+        """The largest number of prompt positions that a sequence in `prefilling` already has in the
+        KV cache."""
         return self.prefilled_positions + max(
             sequence.cached_length for sequence in self.prefilling
         )

@@ -27,8 +27,9 @@ from infer.utils.jit import FASTMATH_KEEP_ORDER, njit
 INT8_CALIBRATION_SEQUENCE_COUNT = 96  # number of sequences that the target generates
 INT8_CALIBRATION_TOKENS_PER_SEQUENCE = 128
 INT8_CALIBRATION_SAMPLING_TEMPERATURE = 0.7
-# The values that are tried for SmoothQuant's alpha: the part of the range of the activations that
-# is moved to the weights. With alpha 1, the whole range is moved.
+# The values that are tried for SmoothQuant's alpha. A larger alpha moves more of the differences
+# between the ranges of the inputs from the activations to the weights; with alpha 1, all inputs get
+# the same range.
 SMOOTHQUANT_ALPHAS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1)
 # To save time, alpha and the number of codes per activation are chosen by the errors at some of the
 # positions only: at every 48th position, and at most 256 positions in total.

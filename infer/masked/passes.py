@@ -60,8 +60,8 @@ def pad_token_rows(tasks: Sequence[SequenceTask]) -> torch.Tensor:
 
 class FullRowPasses:
     """Forward passes without a KV cache, which compute all positions of each state (copy of a
-    sequence with drafted tokens). Predictions are exact, unlike those with a KV cache, and any
-    masked model is supported."""
+    sequence with drafted tokens). Predictions are exact (with a KV cache they are approximations),
+    and every masked model is supported."""
 
     def __init__(self, model: MaskedModel, options: MaskedConfig) -> None:
         self.model = model

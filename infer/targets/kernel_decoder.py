@@ -77,8 +77,8 @@ class DecoderLayer:
 
     @property
     def is_recordable(self) -> bool:
-        """Return whether every operation of the layer can be recorded once and then replayed
-        (`infer.kernels.launch`)."""
+        """Return whether the calls of all operations of the layer can be recorded once and then
+        replayed (`infer.kernels.launch`)."""
         if type(self.mlp) is not GatedMLP or self.mlp.activation.coefficients is None:
             return False
         operands = (self.qkv, self.attention_output, self.mlp.gate_up, self.mlp.down)

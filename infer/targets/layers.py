@@ -302,8 +302,8 @@ def build_kernel_decoder(
 
 
 def select_decoder_class(layers: list[DecoderLayer], kernels: Kernels) -> type[KernelDecoder]:
-    """Return the decoder class for `layers`. It is the kernels' recording decoder, which replays
-    recorded operations, if the kernels have one and all layers can be recorded. Otherwise it is
+    """Return the decoder class for `layers`. It is `kernels.recording_decoder`, a class that
+    replays recorded operations, if this is set and all layers can be recorded. Otherwise it is
     `KernelDecoder`."""
     if kernels.recording_decoder is not None and all(layer.is_recordable for layer in layers):
         return resolve_name(kernels.recording_decoder)
