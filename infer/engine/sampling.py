@@ -55,7 +55,7 @@ class SamplingKind:
 
     @classmethod
     def from_options(cls, rows: Sequence[SamplingOptions], vocab_size: int) -> "SamplingKind":
-        """Return the kind of a batch. `rows` has the options of every batch row."""
+        """Return the `SamplingKind` of a batch. `rows` has the options of every batch row."""
         sampled_rows = [row for row in rows if row.temperature > 0]
         top_ks = [row.top_k for row in sampled_rows if row.top_k < vocab_size]
         max_top_k = round_up_to_power_of_two(max(top_ks, default=0))

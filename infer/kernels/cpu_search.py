@@ -47,8 +47,7 @@ def search_tree(
     log_q: np.ndarray, tokens: np.ndarray, length: int, rows_per_position: int,
     rescorer: NGramSearchBuffers | None, nodes: np.ndarray, scores: np.ndarray,
 ) -> None:  # fmt: skip
-    """Find the most probable sequences of drafted tokens (prefixes) of one batch row (DDTree
-    section 4.3, algorithm 1).
+    """Find the most probable token sequences (prefixes) of a batch row (DDTree algorithm 1).
 
     log_q: table of the candidates' log-probabilities, from `stack_log_prob_tables`
     tokens: (length, candidates per position), token ids of the candidates

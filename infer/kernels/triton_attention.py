@@ -58,8 +58,7 @@ def _attend_split(
     for tile_start in range(key_start, key_end, BLOCK_K):
         slot = tile_start + tl.arange(0, BLOCK_K)
         is_key = slot < key_end
-        # number of the draft-tree node whose key this is; negative for keys before the tree
-        key_node = slot - cache_length
+        key_node = slot - cache_length  # the draft-tree node of a key; negative if cached earlier
         offset = head_offset + slot[:, None] * slot_stride + feature
         k = tl.load(key + offset, mask=is_key[:, None] & is_feature, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale

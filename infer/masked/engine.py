@@ -123,8 +123,9 @@ class MaskedRunner:
             sequence.set_up_row(self.target, length)
 
     def decode_round(self, sequences: list[MaskedSequence], max_nodes: int) -> None:
-        """Run one round for all sequences: draft tokens, compute the drafted copies of each
-        sequence, and write the tokens of all steps whose states were computed.
+        """Run one round for all sequences: draft tokens, compute predictions for drafted copies of
+        each sequence, and write the tokens of all decoding steps that follow from these
+        predictions.
 
         Sequences that can share a forward pass are computed together. `max_nodes` is not used.
         """

@@ -240,8 +240,7 @@ def load_target(
     chat_template_kwargs: Mapping[str, object] | None = None,
     quantization: str = "none",
 ) -> Target:
-    """Load a target from a local folder or the hub; "embedded" means the small target in this
-    repository.
+    """Load a target from a local folder or the hub ("embedded": the target in this repository).
 
     dtype, device: see `resolve_dtype` and `resolve_device`
     trust_remote_code: whether to run code that comes with the model
