@@ -21,7 +21,7 @@ from infer.targets.target import Features, Target, pad_token_ids
 from infer.trees.tree import DraftTree
 
 # Positions of at most this many rounds may be missing in the drafter's cache, if each of these
-# rounds committed only the root. They are then added in one call.
+# rounds committed only the root. One call of the drafter then adds all of them to its cache.
 MAX_ROUNDS_MISSING_IN_DRAFTER_CACHE = 32
 
 

@@ -62,7 +62,7 @@ MIN_ROUNDS_BETWEEN_SLOWER_MODE_TRIALS = 4
 # The slower of drafting and baseline decoding is tried again after at most this many rounds, as
 # long as no round has measured its cost.
 MAX_ROUNDS_BETWEEN_UNMEASURED_MODE_TRIALS = 16
-# the next larger node count is tried once in this many rounds
+# once in this many rounds, the next larger number of nodes is verified, to measure its cost again
 ROUNDS_BETWEEN_LARGER_BUDGET_TRIALS = 64
 
 # Acceptance statistics are moving averages over about this many samples. One batch row in one round
@@ -193,7 +193,7 @@ class AutoNodeBudget(NodeBudget):
         self.gain_rows = np.zeros(len(self.node_counts))
         self.tokens_per_second = 0.0  # tokens per second of a batch row with the fastest node count
         self.max_round_nodes = max_nodes  # largest node count that the next round may verify
-        # (B, num_nodes): log-probabilities of the last trees, without roots
+        # (B, num_nodes): log-probabilities of the nodes of the last trees, without roots
         self.log_probs = np.zeros((1, 0))
         # For each node count: expected number of accepted tokens per batch row of the last trees.
         self.expected_tokens = np.zeros(1)

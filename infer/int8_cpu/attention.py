@@ -262,8 +262,8 @@ class AttentionArguments(KernelArguments):
         # (new positions, key_heads, groups, head_size)
         ("queries", KERNEL_ARGUMENT_ADDRESS_TYPE),
         ("out", KERNEL_ARGUMENT_ADDRESS_TYPE),  # output, in the shape of `queries`
-        # (batch_rows, capacity, key_heads, head_size): the cached keys. The address is that of the
-        # first position that queries attend to.
+        # (batch_rows, capacity, key_heads, head_size): the cached keys, from the first position on
+        # that a query may attend to.
         ("keys", KERNEL_ARGUMENT_ADDRESS_TYPE),
         ("values", KERNEL_ARGUMENT_ADDRESS_TYPE),  # the cached values, in the shape of `keys`
         # (batch_rows, width, visible), added to the scores. The address 0 means no mask.

@@ -34,7 +34,8 @@ from infer.targets.kernel_decoder import KernelDecoder, MasksByLayerType, Rotati
 from infer.utils.jit import njit
 
 MAX_INT8_CPU_CALL_RECORDINGS = 32  # maximum number of recordings that a decoder keeps
-MAX_INT8_CPU_RECORDING_BYTES = 2**25  # maximum size of the buffers of all recordings of a decoder
+# maximum total size of the buffers in all recordings of a decoder
+MAX_INT8_CPU_RECORDING_BYTES = 2**25
 # Forward passes of more positions are not recorded, because their kernels take much longer than the
 # Python code between the kernels.
 MAX_RECORDED_INT8_CPU_POSITIONS = 128

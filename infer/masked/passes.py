@@ -5,8 +5,8 @@ computes whole sequences; with a KV cache, only the current block of each state.
 The output must not depend on how many decoding steps a round takes, so the input of a step must not
 depend on it either. With Fast-dLLM's `cache="dual"`, the first step of a block is a *full* step,
 which computes the whole sequence. All other steps of the block compute only the block; outside the
-block they attend to the keys and values of the full step. Drafts end before the next full step,
-which Fast-dLLM's paper does not specify.
+block they attend to the keys and values of the full step. No round drafts tokens beyond the next
+full step; the paper of Fast-dLLM does not specify this.
 """
 
 from collections.abc import Sequence

@@ -1,5 +1,6 @@
-"""Load only some of a target's decoder layers, so that the others take no memory. This is enough
-for training from stored hidden states, and for initialising a drafter from the target's layers."""
+"""Load only some decoder layers of a target, so that the layers that are not needed take no memory.
+This is enough for training from stored hidden states, and for initialising a drafter from the
+target's layers."""
 
 import os
 import re

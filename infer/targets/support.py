@@ -1,7 +1,8 @@
 """Properties of a target that follow from its config.json: the attention windows of its layers, the
 scale of its logits, and whether draft trees can be verified with it.
 
-They are known before weights are loaded. docs/targets.md lists the model families.
+These properties are known before weights are loaded. docs/targets.md lists the supported model
+families.
 """
 
 from dataclasses import dataclass

@@ -373,8 +373,8 @@ class Target:
             layer_types = self.config.layer_types
         try:
             with get_model_lock(self.model):
-                # Check the target only after its decoder was built, because building it moves
-                # weights.
+                # Building our decoder moves weights. The checks below run the model, so they come
+                # afterwards.
                 decoder = build_kernel_decoder(
                     self.decoder,
                     layer_types,

@@ -1,5 +1,5 @@
-"""Detect changed weights, for example after an adapter was merged or a state dict was loaded. Data
-that were computed from the weights must then be computed again."""
+"""Detect changed weights, for example after an adapter was merged or a state dict was loaded.
+Everything that was computed from the weights, such as KV caches, must then be computed again."""
 
 from collections import defaultdict
 from collections.abc import Sequence
