@@ -21,7 +21,7 @@ from infer.targets.target import Features, Target, pad_token_ids
 from infer.trees.tree import DraftTree
 
 # Positions of at most this many rounds may be missing in the drafter's cache, if each of these
-# rounds committed only the root. They are then added in one call.
+# rounds committed only the root. One call of the drafter then adds all of them to its cache.
 MAX_ROUNDS_MISSING_IN_DRAFTER_CACHE = 32
 
 
@@ -61,8 +61,8 @@ class BatchState:
         self.drafter = drafter
         self.feature_layers = () if drafter is None else drafter.layer_ids
         self.cache = target.allocate_cache(rows, capacity + max_nodes + 1)
-        # The drafter's cache has space for `max_nodes` more positions than `capacity`. A round
-        # writes as many positions to every row as can be committed in one row, padding included.
+        # The drafter's cache needs space for `max_nodes` positions more than `capacity`: a round
+        # writes the same number of positions to every batch row, some of them padding.
         self.draft_state = (
             None
             if drafter is None
@@ -121,12 +121,12 @@ class BatchState:
             self.draft_state.cache.update_host_lengths(counts)
 
     def _queue_for_drafter(self, positions: PendingDrafterPositions) -> None:
-        """Queue committed positions for the drafter's cache.
+        """Queue the positions that a round committed. They are added to the drafter's cache later.
 
-        Rounds that commit only the root of each tree stay queued together, at most
-        MAX_ROUNDS_MISSING_IN_DRAFTER_CACHE of them. Otherwise the queue is flushed before the new
-        positions are put into it. Inside `fix_batch_size` it is also flushed afterwards, because
-        the next round may be padded to another number of rows.
+        The queue can hold several rounds if each of them committed only the root of each tree, but
+        at most MAX_ROUNDS_MISSING_IN_DRAFTER_CACHE rounds. Otherwise the queue is flushed before
+        the new positions are put into it. Inside `fix_batch_size` the new positions are flushed at
+        once, because the next round may be padded to another number of rows.
         """
         has_drafted = (
             bool(self.pending) and positions.tokens.shape[1] + self.pending[0].tokens.shape[1] > 2
@@ -138,7 +138,8 @@ class BatchState:
             self.flush_to_drafter()
 
     def flush_to_drafter(self) -> None:
-        """Add the queued positions to the drafter's cache, those of several rounds in one call."""
+        """Add all queued positions to the drafter's cache, and empty the queue. The positions of
+        several rounds are added in one call of the drafter."""
         pending = self.pending
         self.pending = []
         if len(pending) > 1:
@@ -180,8 +181,9 @@ class BatchState:
 
 
 def concatenate_roots(pending: list[PendingDrafterPositions]) -> PendingDrafterPositions:
-    """Return the pending positions of several rounds, in order, as one object. Each round must have
-    committed exactly one position per batch row, the root."""
+    """Join the pending positions of several rounds, in the order of the rounds, into one
+    `PendingDrafterPositions`. Each round must have committed exactly one position per batch row:
+    the root of the row's tree."""
     context = torch.cat([positions.context for positions in pending], 1)
     tokens = torch.cat([positions.tokens for positions in pending], 1)
     count = len(pending)
@@ -196,7 +198,7 @@ class PrefillBatch:
     def __init__(self, state: BatchState, sequences: list[Sequence]) -> None:
         self.batch_state = state
         self.sequences = sequences
-        # contexts that reserve the batch rows; when they are closed, decoding rounds use the rows
+        # These contexts keep the batch rows out of decoding rounds until they are closed.
         self.row_contexts = ExitStack()
         self.cache = self.row_contexts.enter_context(state.cache.add_rows(len(sequences)))
         self.draft_state = None

@@ -16,8 +16,8 @@ Its expected number of accepted nodes is the sum of the nodes' probabilities (DD
 
 A round chooses the number of nodes with the most tokens per second on average, and builds trees of
 twice this size. It then verifies only those nodes that are expected to raise the tokens per second
-of this round (CaDDTree, arXiv:2606.01813). Some rounds measure an alternative again, because its
-speed may have changed. The alternative is drafting if baseline decoding was faster so far, baseline
+of this round (CaDDTree, arXiv:2606.01813). Now and then a round tries what was slower in earlier
+rounds, because the speeds may have changed: drafting if baseline decoding was faster, baseline
 decoding if drafting was faster, or the next larger number of nodes.
 
 A node count is a number of drafted nodes per batch row.
@@ -62,7 +62,7 @@ MIN_ROUNDS_BETWEEN_SLOWER_MODE_TRIALS = 4
 # The slower of drafting and baseline decoding is tried again after at most this many rounds, as
 # long as no round has measured its cost.
 MAX_ROUNDS_BETWEEN_UNMEASURED_MODE_TRIALS = 16
-# the next larger node count is tried once in this many rounds
+# once in this many rounds, the next larger number of nodes is verified, to measure its cost again
 ROUNDS_BETWEEN_LARGER_BUDGET_TRIALS = 64
 
 # Acceptance statistics are moving averages over about this many samples. One batch row in one round
@@ -72,7 +72,7 @@ ACCEPTANCE_MOVING_AVERAGE_ROWS = 200
 # lower log2-probabilities.
 ACCEPTANCE_BINS = 24
 ACCEPTANCE_PRIOR_PSEUDO_COUNT = (
-    4  # added to the number of expected and to the number of accepted nodes, for smoothing
+    4  # smoothing: added to both numbers in the ratio of accepted to expected nodes
 )
 
 
@@ -114,7 +114,7 @@ class NodeBudget:
         drafted_counts: number of verified drafted nodes
         paths: indices of the accepted nodes, without the root
         node_log_probs: log-probabilities of all nodes before pruning, root included. None if
-            `prune` has already read them from the trees of this round.
+            `prune` was called in this round, because it gets them from the trees.
         """
 
 
@@ -173,7 +173,8 @@ class AutoNodeBudget(NodeBudget):
     """Chooses in every round the number of nodes that maximises tokens per second.
 
     If `ragged` is true, batch rows may verify different numbers of nodes: the likeliest nodes of
-    all rows together are verified. A node count is then the average over the rows.
+    all rows together are verified. The number of nodes per batch row is then an average over the
+    rows.
     """
 
     needs_log_probs = True
@@ -192,7 +193,7 @@ class AutoNodeBudget(NodeBudget):
         self.gain_rows = np.zeros(len(self.node_counts))
         self.tokens_per_second = 0.0  # tokens per second of a batch row with the fastest node count
         self.max_round_nodes = max_nodes  # largest node count that the next round may verify
-        # (B, num_nodes): log-probabilities of the last trees, without roots
+        # (B, num_nodes): log-probabilities of the nodes of the last trees, without roots
         self.log_probs = np.zeros((1, 0))
         # For each node count: expected number of accepted tokens per batch row of the last trees.
         self.expected_tokens = np.zeros(1)
@@ -269,8 +270,9 @@ class AutoNodeBudget(NodeBudget):
         return min(interval, MAX_ROUNDS_BETWEEN_UNMEASURED_MODE_TRIALS)
 
     def _tries_larger_budget(self) -> bool:
-        """Return whether this round tries one node count more than the one that has been fastest so
-        far. Its cost may have changed since it was last measured."""
+        """Return whether this round verifies more nodes than the number that is expected to be
+        fastest, namely the next larger number in `node_counts`. The cost of the larger number is
+        then measured again, because it may have changed."""
         return self.num_rounds % ROUNDS_BETWEEN_LARGER_BUDGET_TRIALS == 0
 
     def count_nodes_to_build(self, rows: int, num_nodes: int) -> int:
@@ -314,8 +316,8 @@ class AutoNodeBudget(NodeBudget):
         return self.node_counts[best]
 
     def _estimate_tokens(self, log_probs: np.ndarray) -> None:
-        """Estimate, for each node count, how many tokens per batch row would be accepted if the
-        trees were reduced to this count. Store the estimates in `expected_tokens`.
+        """Estimate, for each number of nodes in `node_counts`, how many tokens per batch row would
+        be accepted if the trees had only this many nodes. Store the estimates in `expected_tokens`.
 
         `log_probs` (B, 1 + num_nodes) are the log-probabilities of the trees' nodes, root first.
         """
@@ -349,7 +351,7 @@ class AutoNodeBudget(NodeBudget):
             self._estimate_tokens(np.array(node_log_probs))
 
         gains = np.diff(self.expected_tokens, prepend=0)
-        seen = slice(len(gains))  # the first node counts, up to the size of the trees
+        seen = slice(len(gains))  # the node counts that are not larger than the trees
         self.gain_rows *= ACCEPTANCE_MOVING_AVERAGE_ROWS / (rows + ACCEPTANCE_MOVING_AVERAGE_ROWS)
         self.gain_rows[seen] += rows
         self.mean_token_gains[seen] += (

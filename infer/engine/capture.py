@@ -77,8 +77,9 @@ class CudaGraphs:
         self.graphs: dict[Hashable, CapturedGraph | None] = {}
 
     def run(self, key: Hashable, function: Callable[[], Any]) -> Any:
-        """Return the results of `function`. The first call for `key` calls it, the second records
-        it as a CUDA graph, and later calls replay the graph."""
+        """Call `function` or replay its CUDA graph, and return the results. The first `run` with
+        this `key` calls the function, the second records it as a CUDA graph, and later ones replay
+        the graph."""
         if not self.is_enabled:
             return function()
         if key not in self.graphs:
@@ -104,7 +105,8 @@ class CudaGraphs:
         return captured.results
 
     def _collect_references(self) -> list[object]:
-        """Return the objects of all models whose memory a graph may address."""
+        """Return all objects in whose memory a graph may read or write: those that each model's
+        `graph_references()` returns."""
         references = []
         for model in self.models:
             references.extend(model.graph_references())

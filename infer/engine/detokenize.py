@@ -47,7 +47,8 @@ def has_stable_text(tokenizer: PreTrainedTokenizerBase, id: int) -> bool:
 
 def count_stable_tokens(tokenizer: PreTrainedTokenizerBase, ids: list[int], first: int = 0) -> int:
     """Return how many tokens there are up to and including the last one with stable text (see
-    `has_stable_text`). The result is at least `first`."""
+    `has_stable_text`). The first `first` tokens always count as stable, so the result is at least
+    `first`."""
     length = len(ids)
     while length > first and not has_stable_text(tokenizer, ids[length - 1]):
         length -= 1

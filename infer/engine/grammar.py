@@ -86,13 +86,15 @@ class GrammarState:
     def _restart(self) -> None:
         """Move the matcher back to the beginning of the output."""
         self.matcher = self.compiled.deep_copy()
-        self.checked_length = 0  # number of consumed output tokens, which are never rolled back
+        # number of output tokens that the matcher has consumed and never rolls back
+        self.checked_length = 0
         # drafted tokens that the matcher has consumed after the output tokens
         self.consumed: list[int] = []
 
     def _move_matcher_to(self, output_ids: list[int], path: list[int]) -> None:
-        """Move the matcher to the position after the output tokens and the path. If it has consumed
-        different tokens before, it is first rolled back to the last token that is the same."""
+        """Make the matcher consume the output tokens and then the path. If it has already consumed
+        tokens that differ from these, it is first rolled back to the last token before the
+        difference."""
         tokens = output_ids[self.checked_length :] + path
         common = 0
         while (

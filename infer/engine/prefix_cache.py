@@ -3,8 +3,9 @@ same tokens as an earlier sequence, only the positions after these tokens are pr
 
 A block has PREFIX_CACHE_BLOCK_TOKENS positions. It is identified by the tokens of the block, all
 tokens before it, and the one token after it. The token after the block matters because the
-drafter's keys and values at a position may depend on the next token (`infer.drafters.dart`). Blocks
-are copies, because batch rows are reused by other sequences.
+drafter's keys and values at a position may depend on the next token (`infer.drafters.dart`). A
+block is a copy of a part of a KV cache, because the batch row in the KV cache is reused by later
+sequences.
 """
 
 from collections import OrderedDict
@@ -92,15 +93,16 @@ class PrefixCache:
         self._mark_as_used(path)
 
     def _mark_as_used(self, path: list[BlockKey]) -> None:
-        """Move the blocks of a sequence to the end of the eviction order, its first block last.
-        `path` has the keys of the blocks."""
+        """Mark the blocks of a sequence as used just now, so that they are evicted after all other
+        blocks. Among them, the first block of the sequence is evicted last. `path` has the keys of
+        the blocks, in the order of the sequence."""
         for key in reversed(path):
             self.blocks.move_to_end(key)
 
     def _evict_for(self, size: int, in_use: set[BlockKey]) -> bool:
         """Evict the least recently used blocks until `size` more bytes fit, and return True. Blocks
-        with keys in `in_use` are never evicted. Return False if `size` bytes do not fit beside
-        them."""
+        with keys in `in_use` are never evicted. Return False if `size` bytes do not fit together
+        with the blocks in use."""
         while self.bytes + size > self.max_bytes:
             oldest = next((key for key in self.blocks if key not in in_use), None)
             if oldest is None:

@@ -77,7 +77,8 @@ def constrain_to_grammars(
     sequences: abc.Sequence[Sequence], method: TreeMethod, tree: DraftTree, proposal: Proposal
 ) -> DraftTree:
     """Rebuild the trees of sequences with a grammar, so that they contain only what the grammar
-    allows. Return the trees of all batch rows; those of other sequences are unchanged.
+    allows. Return the trees of all batch rows; the trees of sequences without a grammar are
+    unchanged.
 
     `sequences` has one sequence per batch row, and `proposal` is the input that `tree` was built
     from.

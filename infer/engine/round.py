@@ -91,8 +91,9 @@ class VerifiedTrees(NamedTuple):
 
 
 class RoundResult(NamedTuple):
-    """The result of a round, which is already committed on the device. The caller must call
-    `BatchState.record_committed_counts` next."""
+    """The trees and accepted nodes of a round. The nodes are already committed to the KV cache. The
+    caller must call `BatchState.record_committed_counts` next, so that the host knows their
+    number."""
 
     tree: DraftTree
     accepted: AcceptedPath

@@ -1,5 +1,5 @@
-"""Estimate how many seconds a round takes. The estimate starts from timing a target and its drafter
-once (calibration), and is corrected by the measured seconds of later rounds.
+"""Estimate how many seconds a round takes. The first estimates come from timing a target and its
+drafter once (calibration). Later estimates also use the measured seconds of rounds.
 
 A node count is a number of drafted nodes per batch row.
 """
@@ -41,7 +41,8 @@ MAX_MEASURED_TO_EXPECTED_ROUND_COST = (
     1.5  # a measurement is clipped to this many times the expected seconds
 )
 # An estimate also uses measurements with other numbers of batch rows or nodes. Their weight is
-# multiplied by this factor for each factor of 2 between the numbers.
+# multiplied by this constant for each factor of 2 between those numbers and the numbers of the
+# estimate.
 COST_WEIGHT_DECAY_PER_DOUBLING = 1 / 16
 # Weight of the calibrated cost, relative to 1 for each measured round. It is so small that the
 # calibrated cost matters only if no similar round was measured.
@@ -138,7 +139,8 @@ def get_calibration(target: Target, drafter: Drafter, clock: Callable[[], float]
 
 
 class RoundCostTable:
-    """Estimates the seconds of a round for each number of batch rows and each node count.
+    """Estimates the seconds of a round for each number of batch rows and each node count (number of
+    drafted nodes per batch row).
 
     The table stores the ratio of measured to calibrated seconds for each node count and each power
     of two of batch rows; other numbers of rows are rounded up. An estimate is the calibrated
@@ -166,8 +168,8 @@ class RoundCostTable:
         self._costs: dict[int, np.ndarray] = {}
 
     def calibrated_costs(self, rows: int) -> np.ndarray:
-        """Return the calibrated seconds of a round with `rows` batch rows, one value per node
-        count."""
+        """Return the calibrated seconds of a round with `rows` batch rows, one value for each entry
+        of `node_counts`."""
         if rows not in self._calibrated_costs:
             costs = [
                 self.calibration.estimate_round_seconds(rows * (count + 1), drafts=count > 0)
@@ -177,8 +179,8 @@ class RoundCostTable:
         return self._calibrated_costs[rows]
 
     def costs(self, rows: int) -> np.ndarray:
-        """Return the estimated seconds of a round with `rows` batch rows, one value per node
-        count."""
+        """Return the estimated seconds of a round with `rows` batch rows, one value for each entry
+        of `node_counts`."""
         if rows not in self._costs:
             row_distances = abs(np.arange(len(self.num_measured)) - ceil_log2(rows))
             row_weights = COST_WEIGHT_DECAY_PER_DOUBLING**row_distances
@@ -194,8 +196,9 @@ class RoundCostTable:
         return self._costs[rows]
 
     def is_measured(self, rows: int) -> np.ndarray:
-        """Return for each node count whether a round was measured whose number of batch rows,
-        rounded up to a power of two, is the same as that of `rows`."""
+        """Return, for each entry of `node_counts`, whether a round with this many drafted nodes per
+        batch row and about `rows` batch rows was measured. Numbers of batch rows are compared after
+        rounding up to a power of two."""
         return self.num_measured[ceil_log2(rows)] > 0
 
     def update(self, rows: int, count_index: int, seconds: float) -> None:

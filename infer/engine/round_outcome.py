@@ -35,10 +35,10 @@ def pack_outcomes(
     """Return the outcome of a round as one tensor (B, columns). It is float64, which represents
     token ids exactly.
 
-    The columns are, in this order: the number of committed nodes; the bonus token; the tokens of
-    the path; the node indices of the path; `node_log_probs`, if given; and the result of
-    `compute_token_logprobs` for the path, unless `num_logprobs` is None. The path is
-    `accepted.path` (B, path_length), padding included.
+    The path consists of the committed nodes. It is `accepted.path` (B, path_length), padding
+    included. The columns are, in this order: the number of committed nodes; the bonus token; the
+    tokens of the path; the node indices of the path; `node_log_probs`, if given; and the result of
+    `compute_token_logprobs` for the path, unless `num_logprobs` is None.
 
     hidden: (B, num_nodes, hidden_size), final hidden states of all nodes
     target_tokens: (B, num_nodes), the target's token after each node

@@ -373,7 +373,8 @@ class Runner:
         draft = partial(
             run_drafter, self.batch_state, tree_nodes, self.options, self.ngram_model, contexts
         )
-        # In an eager round the budget reads the log-probabilities itself, in `prune`.
+        # Without CUDA graphs the round need not return the nodes' log-probabilities, because
+        # `self.budget.prune` gets them from the trees.
         returns_log_probs = self.uses_cuda_graphs and self.budget.needs_log_probs
         return RoundPlan(
             make_sampling,
@@ -400,8 +401,8 @@ class Runner:
         self, sequences: list[Sequence], prefilling: list[Sequence], order: list[int]
     ) -> None:
         """Release the batch rows of finished sequences, and move row order[i] to row i. `sequences`
-        has the sequence of every batch row. `prefilling` are the sequences whose prefill continues;
-        if it is empty, the prefill batch is dropped."""
+        has the sequence of every batch row. `prefilling` are the sequences whose prefill is not
+        complete; if there are none, the prefill batch is dropped."""
         if not prefilling:
             self.prefill_batch = None
         self.batch_state.flush_to_drafter()

@@ -40,8 +40,8 @@ SeenTokensLookup = Callable[[slice], torch.Tensor]
 
 @dataclass(frozen=True)
 class SamplingKind:
-    """Which sampling features are used by at least one row of a batch. Rounds with different kinds
-    have different CUDA graphs."""
+    """Which sampling features are used by at least one row of a batch. There is a separate CUDA
+    graph for each `SamplingKind`."""
 
     uses_sampling: bool = False
     # the largest top_k of all rows, rounded up to a power of two; 0 if no row uses top_k
@@ -55,7 +55,7 @@ class SamplingKind:
 
     @classmethod
     def from_options(cls, rows: Sequence[SamplingOptions], vocab_size: int) -> "SamplingKind":
-        """Return the kind of a batch. `rows` has the options of every batch row."""
+        """Return the `SamplingKind` of a batch. `rows` has the options of every batch row."""
         sampled_rows = [row for row in rows if row.temperature > 0]
         top_ks = [row.top_k for row in sampled_rows if row.top_k < vocab_size]
         max_top_k = round_up_to_power_of_two(max(top_ks, default=0))
@@ -120,7 +120,7 @@ class SamplingTensors:
 
     def select_rows(self, rows: slice, kind: SamplingKind | None = None) -> "SamplingTensors":
         """Return the options of the batch rows in the slice `rows`, as views. `kind` tells which
-        features are applied; by default those of this batch."""
+        sampling features the result applies; the default is the kind of this batch."""
         if kind is None:
             kind = self.kind
         return SamplingTensors(kind, {name: column[rows] for name, column in self.columns.items()})
@@ -211,8 +211,9 @@ def iterate_chunks(
     slice of rows.
 
     A chunk has MIN_SAMPLING_CHUNK_VALUES_ON_CPU (or MIN_SAMPLING_CHUNK_VALUES_ON_GPU) values,
-    divided by `memory_factor`. It is larger if the rows would otherwise be split into more than
-    about MAX_SAMPLING_CHUNKS_PER_TENSOR chunks.
+    divided by `memory_factor`. It is larger if there would otherwise be more than about
+    MAX_SAMPLING_CHUNKS_PER_TENSOR chunks. `memory_factor` is the memory needed to process a chunk,
+    divided by the memory of the chunk itself.
     """
     chunk_values = (
         MIN_SAMPLING_CHUNK_VALUES_ON_CPU

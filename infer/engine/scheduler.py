@@ -105,9 +105,10 @@ class Scheduler:
         """Whether waiting sequences may be admitted now.
 
         During a prefill, which may take as long as several rounds (`Runner.rounds_per_prefill`), no
-        sequence decodes. Admission therefore waits until the idle time of free batch rows, summed
-        over the rows, equals the time that the prefill takes from all running sequences together.
-        It waits no longer than MAX_ADMISSION_DELAY_IN_PREFILLS prefills take.
+        sequence decodes. Admission therefore waits until the time lost by free batch rows, summed
+        over these rows, equals the time that running sequences would lose during the prefill,
+        summed over these sequences. The wait is at most the duration of
+        MAX_ADMISSION_DELAY_IN_PREFILLS prefills.
         """
         delay = min(len(self.running), MAX_ADMISSION_DELAY_IN_PREFILLS * self.num_admissible)
         is_due = self.idle_row_rounds >= self.runner.rounds_per_prefill * delay
@@ -150,9 +151,10 @@ class Scheduler:
         """Return the maximum number of nodes per tree, root included, in this step's round.
 
         `prefill_cost` is the cost of this step's prefill, in units of one position without context.
-        The trees share the positions that the prefill leaves free, and always at least a third of
-        the limit. The cost of the prefill is rounded up to thirds of the limit, and the number of
-        batch rows to a power of two. There are then few tree sizes, and so few CUDA graphs.
+        The trees of all batch rows share the positions that the prefill leaves of
+        `max_batched_positions`, but at least a third of `max_batched_positions`. To get few tree
+        sizes, and so few CUDA graphs, the cost of the prefill is rounded up to thirds of
+        `max_batched_positions`, and the number of batch rows to a power of two.
         """
         full_tree = self.budget.max_nodes + 1
         if self.max_batched_positions is None:
@@ -243,8 +245,8 @@ class Scheduler:
 
     @property
     def _prefilling_context_length(self) -> int:
-        """The number of prompt positions in the KV cache, of the sequence in `prefilling` with the
-        most of them."""
+        """The largest number of prompt positions that a sequence in `prefilling` already has in the
+        KV cache."""
         return self.prefilled_positions + max(
             sequence.cached_length for sequence in self.prefilling
         )

@@ -31,7 +31,8 @@ from infer.trees.tree import DraftTree
 MAX_LOGIT_CHUNK_NODES_PER_ROW = 65
 MAX_ROWS_WITH_FULL_LOGIT_CHUNKS = 4
 
-# stands for "not chosen"; no drafted node has this token, so no child of the node is accepted
+# In place of the target's token after a node: no token was chosen. No drafted node has this token,
+# so no child of that node is accepted.
 NO_TOKEN = -1
 
 
@@ -181,8 +182,8 @@ def select_host_sequences(
 
     These are the sequences with logits processors or a grammar. On a CPU, all sequences are
     returned if the round uses sampling and its trees are small. The host generates noise only for
-    nodes on the target's path, whereas noise for all nodes would take as long as a target pass.
-    `is_captured` tells whether the round runs as CUDA graphs.
+    the nodes on the path of accepted nodes. Noise for all nodes would take as long as a forward
+    pass of the target. `is_captured` tells whether the round runs as CUDA graphs.
     """
     num_nodes = tree.tokens.shape[1]
     saves_noise = (
@@ -242,10 +243,10 @@ def choose_tokens_of_row(
     """Return the target's tokens after the nodes of batch row `row`, (num_nodes,). `logits`
     (num_nodes, vocab_size) are the target's logits after the nodes.
 
-    Only nodes on the target's path get a token; the other nodes get NO_TOKEN. Logits processors and
-    grammars are therefore called for one node at a time, with the node's prefix. If the output ends
-    at a token on the path, later nodes of the path get the same token again; the caller removes
-    these repetitions.
+    Only the nodes on the path of accepted nodes get a token; all other nodes get NO_TOKEN. Logits
+    processors and grammars are therefore called for one node at a time, with the node's prefix. If
+    the output ends at a token on the path, later nodes of the path get the same token again; the
+    caller removes these repetitions.
     """
     row_slice = slice(row, row + 1)
     row_sampling = sampling.tensors.select_rows(row_slice)

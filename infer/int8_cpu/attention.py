@@ -52,7 +52,7 @@ def exponentiate_scores(
 
     A weight is e^(score - highest score). Scores are first multiplied by `scale`. Then the additive
     mask is added to them, unless `sees_all` is true. Only the first `count` scores are used; the
-    others are replaced by 0.
+    weights after them are set to 0.
     """
     highest = np.int32(-(2**31))
     for j in range(count):
@@ -151,7 +151,8 @@ def write_averages(
     out: np.ndarray,
     key_head: int,
 ) -> None:
-    """Divide a tile's sums of weighted values by its sums of weights; write the result to `out`.
+    """Divide the sums of weighted values of a tile (some queries) by the sums of the attention
+    weights, and write the result to `out`.
 
     weighted_values: (queries, at least head size)
     weight_sums: (queries, columns); all columns are equal
@@ -261,8 +262,8 @@ class AttentionArguments(KernelArguments):
         # (new positions, key_heads, groups, head_size)
         ("queries", KERNEL_ARGUMENT_ADDRESS_TYPE),
         ("out", KERNEL_ARGUMENT_ADDRESS_TYPE),  # output, in the shape of `queries`
-        # (batch_rows, capacity, key_heads, head_size): the cached keys. The address is that of the
-        # first position that queries attend to.
+        # (batch_rows, capacity, key_heads, head_size): the cached keys, from the first position on
+        # that a query may attend to.
         ("keys", KERNEL_ARGUMENT_ADDRESS_TYPE),
         ("values", KERNEL_ARGUMENT_ADDRESS_TYPE),  # the cached values, in the shape of `keys`
         # (batch_rows, width, visible), added to the scores. The address 0 means no mask.
@@ -289,7 +290,7 @@ read_attention_arguments = make_argument_reader(AttentionArguments)
 def clear_rows(
     count: int, weights: np.ndarray, weighted_values: np.ndarray, weight_sums: np.ndarray
 ) -> None:
-    """Set the first `count` rows of a tile's arrays to 0. Each row belongs to a query."""
+    """Set the first `count` rows of three arrays to 0. Each row belongs to a query."""
     weights[:count] = 0
     weighted_values[:count] = 0
     weight_sums[:count] = 0
@@ -364,8 +365,8 @@ def attend(
     mask: AttentionMask,
     scale: float,
 ) -> torch.Tensor:
-    """Implement `infer.kernels.reference.attend`. If there is a KV cache, `attention_kernel` is
-    used."""
+    """Implement `infer.kernels.reference.attend`: with `attention_kernel` if `layer_cache` is a
+    layer of a KV cache, otherwise (packed sequences) in PyTorch."""
     if not isinstance(layer_cache, LayerCacheView):
         return reference.attend(queries, layer_cache, mask, scale)
     queries = queries.contiguous()

@@ -27,8 +27,9 @@ from infer.utils.jit import FASTMATH_KEEP_ORDER, njit
 INT8_CALIBRATION_SEQUENCE_COUNT = 96  # number of sequences that the target generates
 INT8_CALIBRATION_TOKENS_PER_SEQUENCE = 128
 INT8_CALIBRATION_SAMPLING_TEMPERATURE = 0.7
-# The values that are tried for SmoothQuant's alpha: the part of the range of the activations that
-# is moved to the weights. With alpha 1, the whole range is moved.
+# The values that are tried for SmoothQuant's alpha. A larger alpha moves more of the differences
+# between the ranges of the inputs from the activations to the weights; with alpha 1, all inputs get
+# the same range.
 SMOOTHQUANT_ALPHAS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1)
 # To save time, alpha and the number of codes per activation are chosen by the errors at some of the
 # positions only: at every 48th position, and at most 256 positions in total.
@@ -113,8 +114,8 @@ def compute_relative_error(actual: torch.Tensor, exact: torch.Tensor) -> torch.T
 
 @dataclass(frozen=True)
 class SmoothingCandidate:
-    """The smoothing factors for one value of SmoothQuant's alpha, and the errors of the layer's
-    outputs with these factors."""
+    """The smoothing factors of a layer for one value of SmoothQuant's alpha, and the errors of the
+    layer's outputs with these factors."""
 
     # (inputs,). Weights are multiplied by the factors, and activations are divided by the factors.
     factors: torch.Tensor
@@ -129,8 +130,8 @@ class SmoothingCandidate:
 
 
 class InputStatistics:
-    """Statistics of the inputs of a group of linear layers, all of which read the same hidden
-    states."""
+    """Statistics of the inputs of a group of linear layers. All layers of the group have the same
+    input."""
 
     def __init__(self, layers: list[nn.Linear]) -> None:
         size = layers[0].in_features
@@ -210,8 +211,7 @@ class InputStatistics:
 
 
 def find_linear_groups(model: PreTrainedModel) -> list[list[nn.Linear]]:
-    """Return the linear layers of a model in groups. The layers of a group read the same hidden
-    states.
+    """Return the linear layers of a model in groups. All layers of a group have the same input.
 
     One forward pass is run to find the groups, which are returned in order of execution. Layers
     that are not called in this forward pass are not returned.

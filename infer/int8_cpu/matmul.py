@@ -67,8 +67,8 @@ def uses_avx2_kernel(inputs: int) -> bool:
 
 @cache
 def pad_rows_for_transposed_matmul(rows: int, outputs: int) -> int:
-    """Return how many rows of activation codes a transposed matmul should have, including padding
-    rows. Return 0 if the matmul should not be transposed.
+    """Return how many rows of activation codes a transposed matmul (see the module docstring)
+    should have, including padding rows. Return 0 if the matmul should not be transposed.
 
     rows: number of rows without padding
     outputs: number of outputs of the layer

@@ -2,7 +2,7 @@
 
 In a forward pass of few positions through the int8 layers of a decoder, the Python code between the
 kernel calls takes about as long as the kernels. A recording stores all kernel calls of a forward
-pass. Later forward passes with the same shapes replay these calls, with other hidden states, cache
+pass. Later forward passes with the same shapes replay these calls, with new hidden states, cache
 positions, masks and rotary angles.
 """
 
@@ -34,7 +34,8 @@ from infer.targets.kernel_decoder import KernelDecoder, MasksByLayerType, Rotati
 from infer.utils.jit import njit
 
 MAX_INT8_CPU_CALL_RECORDINGS = 32  # maximum number of recordings that a decoder keeps
-MAX_INT8_CPU_RECORDING_BYTES = 2**25  # maximum size of the buffers of all recordings of a decoder
+# maximum total size of the buffers in all recordings of a decoder
+MAX_INT8_CPU_RECORDING_BYTES = 2**25
 # Forward passes of more positions are not recorded, because their kernels take much longer than the
 # Python code between the kernels.
 MAX_RECORDED_INT8_CPU_POSITIONS = 128
@@ -119,8 +120,8 @@ class Recording:
             self.states = states.clone()
         self.inputs = inputs
         self.calls: list[Callable[[], object]] = []
-        # Functions that set the arguments of a call for new inputs. Each has a list of the inputs
-        # that it takes, as indices into `inputs`.
+        # Pairs (function that sets the arguments of a call before a replay, indices in `inputs` of
+        # the function's arguments).
         self.bindings: list[tuple[Callable, list[int]]] = []
         # Key: id of a storage. Value: a tensor in this storage whose address is stored in a call.
         self.referenced_tensors: dict[int, torch.Tensor] = {}
@@ -196,7 +197,7 @@ class Recording:
         return copy
 
     def replay(self, states: torch.Tensor, inputs: list[object]) -> dict[int, torch.Tensor]:
-        """Repeat the recorded forward pass with other hidden states and inputs.
+        """Repeat the recorded forward pass with new hidden states and inputs.
 
         states, inputs: as for `__init__`, with the same shapes
 
@@ -299,7 +300,7 @@ class RecordingDecoder(KernelDecoder):
         return outputs
 
     def drop_old_recordings(self) -> None:
-        """Drop the least recently used recordings until the others fit the limits.
+        """Drop the least recently used recordings until the remaining ones are within the limits.
 
         The limits are MAX_INT8_CPU_CALL_RECORDINGS recordings, and MAX_INT8_CPU_RECORDING_BYTES for
         all of them. Other threads may remove recordings from the dict at the same time.

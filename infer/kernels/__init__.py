@@ -1,4 +1,5 @@
-"""Operations of models and draft trees: PyTorch references, and fast versions for some devices.
+"""Operations for running models and for searching the nodes of draft trees. Each operation has a
+reference implementation in PyTorch; some have fast versions for some devices.
 
 `table.py` selects the implementation of each operation. Start reading there.
 """

@@ -150,7 +150,8 @@ read_add_rms_norm_arguments = make_argument_reader(AddRMSNormArguments)
 
 @njit
 def add_rms_norm_kernel(address: int) -> None:
-    """Add the output of a sublayer to hidden states; write the sum and the RMS norm of the sum.
+    """Add the output of a sublayer (attention or MLP) to hidden states; write the sum and the RMS
+    norm of the sum.
 
     Without a sublayer output, only the RMS norm of the hidden states is written. Each work item is
     the row of one position.
@@ -219,7 +220,8 @@ class QKNormRopeWriteArguments(KernelArguments):
         ("weight", KERNEL_ARGUMENT_ADDRESS_TYPE),
         ("cosines", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (num_rows, rotated_size)
         ("sines", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (num_rows, rotated_size)
-        # (num_rows,) int64: the cache slot to which the key and value of a position are written.
+        # (num_rows,) int64: for each position, the index in the cache (slot) to which its key and
+        # value are written.
         ("cache_slots", KERNEL_ARGUMENT_ADDRESS_TYPE),
         # (cache slots, key_heads * head_size): the cached keys of the first layer. The cache is an
         # array of such matrices: keys of layer 0, values of layer 0, keys of layer 1, and so on.

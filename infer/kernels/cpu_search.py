@@ -1,10 +1,11 @@
 """The best-first search for the nodes of a draft tree on the CPU, compiled by numba.
 
-The search finds the most probable prefixes. For each node of the tree, it stores the node's best
-child that is not in the tree yet, called the node's entry. All entries together are the frontier.
-Each step adds the best entry to the tree, and the next sibling of the added node becomes the new
-entry of its parent. Of entries with equal scores, the one with the smallest depth is added first.
-Of these, the one whose parent was added first is added first.
+The search finds the most probable sequences of drafted tokens (prefixes). Each node of the tree
+stands for the prefix that ends at it. For each node, the search stores the node's best child that
+is not in the tree yet, called the node's entry. All entries together are the frontier. Each step
+adds the best entry to the tree, and the next sibling of the added node becomes the new entry of its
+parent. Of entries with equal scores, the one with the smallest depth is added first. Of these, the
+one whose parent was added first is added first.
 """
 
 import numpy as np
@@ -22,7 +23,8 @@ from infer.utils.jit import njit
 
 
 def best_first_search(candidates: CandidateTables, budget: int) -> DraftNodes:
-    """Find the `budget` most probable prefixes of each batch row, as nodes of draft trees.
+    """Find the `budget` most probable sequences of drafted tokens (prefixes) of each batch row.
+    Return them as the nodes of draft trees.
 
     The result is that of `infer.kernels.reference_search.search_tree_by_depth`. Candidates of a
     recurrent conditional head are not supported.
@@ -45,14 +47,14 @@ def search_tree(
     log_q: np.ndarray, tokens: np.ndarray, length: int, rows_per_position: int,
     rescorer: NGramSearchBuffers | None, nodes: np.ndarray, scores: np.ndarray,
 ) -> None:  # fmt: skip
-    """Find the most probable prefixes of one batch row (DDTree section 4.3, algorithm 1).
+    """Find the most probable token sequences (prefixes) of a batch row (DDTree algorithm 1).
 
     log_q: table of the candidates' log-probabilities, from `stack_log_prob_tables`
     tokens: (length, candidates per position), token ids of the candidates
     rows_per_position: number of table rows for each position after the first. If it is 1, each row
         must be in descending order. It is 0 with a rescorer.
-    rescorer: None, or an n-gram model that computes the children of each node. Then log_q and
-        tokens are scratch memory, with a row for each node.
+    rescorer: None, or an n-gram model that computes the candidates after each node. With an n-gram
+        model, log_q and tokens are scratch memory, with a row for each node.
     nodes, scores: outputs; tokens, parents and depths (3, nodes), and log-probabilities (nodes,)
     """
     budget = len(scores)

@@ -101,11 +101,12 @@ class KernelArguments(ctypes.Structure):
 
 @dataclass(frozen=True)
 class KernelCall:
-    """A call of a compiled function with int64 arguments, which can be repeated."""
+    """A recorded call of a compiled function with int64 arguments. The call can be repeated."""
 
     function_address: int
     call_arguments: tuple[int, int, int, int]
-    # The structure whose address is one of the `call_arguments`. The reference keeps it in memory.
+    # The structure whose address is one of the `call_arguments`. This field keeps the structure
+    # from being freed.
     kernel_arguments: KernelArguments
 
     def __call__(self) -> None:

@@ -1,7 +1,7 @@
 """The PyTorch reference implementation of every operation.
 
 Fast versions are validated against these functions. If a device has no fast version of an
-operation, the reference is used.
+operation, the function in this module is used.
 """
 
 from collections.abc import Callable
@@ -183,7 +183,7 @@ def attend(
     mask: AttentionMask,
     scale: float,
 ) -> torch.Tensor:
-    """Return the attention of new positions over a layer of a KV cache.
+    """Return the attention of new positions over the keys and values of one layer in `layer_cache`.
 
     queries: (positions, query heads, head size)
 
@@ -199,8 +199,9 @@ def attend_with(
     mask: AttentionMask,
     scale: float,
 ) -> torch.Tensor:
-    """Implement the operation `attend` with `attention_function`, an implementation of the
-    operation `attention`."""
+    """Compute attention over the keys and values in `layer_cache`, as the function `attend` does,
+    but by calling `attention_function`. It must have the arguments of the function `attention`,
+    which takes keys and values as tensors."""
     rows = layer_cache.batch_size
     width = layer_cache.query_length
     keys = layer_cache.keys

@@ -1,8 +1,8 @@
 """The search for the nodes of a draft tree, one depth after the other, in PyTorch operations.
 
-The search finds the most probable prefixes. It is the reference implementation of the operation
-`best_first_search`. It is also the only search that supports recurrent conditional heads, because
-it keeps the recurrent state of each prefix.
+The search finds the most probable sequences of drafted tokens (prefixes). It is the reference
+implementation of the operation `best_first_search`. It is also the only search that supports
+recurrent conditional heads, because it keeps the recurrent state of each prefix.
 
 Prefixes with equal scores are ordered by these rules; the first rule that distinguishes them
 decides:
@@ -19,7 +19,8 @@ import torch
 
 
 class DraftNodes(NamedTuple):
-    """The drafted nodes of the draft trees of a batch. They are numbered from 1; the root is 0."""
+    """The drafted nodes of the draft trees of a batch. In each tree they are numbered from 1; the
+    root has number 0."""
 
     tokens: torch.Tensor  # (batch rows, drafted nodes) int64
     parents: torch.Tensor  # (batch rows, drafted nodes) int64: node number of the parent
@@ -82,8 +83,8 @@ class RecurrentCandidates(CandidateTables, Protocol):
 def replace_nan_log_probs(log_q: torch.Tensor) -> torch.Tensor:
     """Replace NaN in log-probabilities by minus infinity.
 
-    NaN would break the order of the scores. With this replacement, a drafter that returns NaN
-    drafts badly, but the search does not fail.
+    NaN would break the order of the scores. If a drafter returns NaN, its drafts are bad, but the
+    search does not fail.
     """
     return log_q.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
 
@@ -100,7 +101,8 @@ def count_tree_nodes(length: int, candidates_per_position: int, budget: int) -> 
 
 
 def stack_log_prob_tables(candidates: CandidateTables) -> torch.Tensor:
-    """Return the log-probabilities of all candidates as one table, (B, rows, candidates) float32.
+    """Return the log-probabilities of all candidate tokens as one table, (B, rows, candidates)
+    float32.
 
     Row 0 is for position 0. Each other position has R rows. Row 1 + (k - 1) * R + r is for position
     k if candidate r was chosen at position k - 1. R is the number of candidates, or 1 if the
@@ -111,7 +113,8 @@ def stack_log_prob_tables(candidates: CandidateTables) -> torch.Tensor:
 
 
 def search_tree_by_depth(candidates: CandidateTables, budget: int) -> DraftNodes:
-    """Return the `budget` most probable prefixes of each batch row, as nodes of draft trees.
+    """Return the `budget` most probable sequences of drafted tokens (prefixes) of each batch row,
+    as the nodes of draft trees.
 
     At each depth, all candidates are appended to the best `budget` prefixes of the previous depth,
     and the best `budget` of the new prefixes are kept. At the end the best `budget` prefixes of all

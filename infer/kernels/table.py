@@ -1,4 +1,5 @@
-"""Select the implementation of each operation for a device: a fast version or the reference."""
+"""Select the implementation of each operation for a device: a fast version or the reference
+implementation in PyTorch."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -12,7 +13,8 @@ from infer.kernels import reference
 from infer.kernels.reference_search import search_tree_by_depth
 
 # A function (implementation of an operation, device) -> str. It runs the implementation on the
-# device. It returns how the results differ from those of the reference, or "" if they agree.
+# device. It returns how the results differ from those of the reference implementation, or "" if
+# they agree.
 OperationCheck = Callable[[Callable, torch.device], str]
 
 
@@ -116,8 +118,8 @@ def load_validated_kernels(import_path: str, device: torch.device) -> Kernels:
         reason = run_check(checks[name], operation, device)
         if reason:
             warnings.warn(
-                f"the PyTorch reference of {name} is used (slower, but correct), because the fast "
-                f"version in {import_path} failed its check: {reason}",
+                f"the PyTorch implementation of {name} is used (slower, but correct), because the "
+                f"fast version in {import_path} failed its check: {reason}",
                 stacklevel=2,
             )
         else:

@@ -58,12 +58,12 @@ def _attend_split(
     for tile_start in range(key_start, key_end, BLOCK_K):
         slot = tile_start + tl.arange(0, BLOCK_K)
         is_key = slot < key_end
-        key_node = slot - cache_length  # the node of the key in the slot; below 0 if cached
+        key_node = slot - cache_length  # the draft-tree node of a key; negative if cached earlier
         offset = head_offset + slot[:, None] * slot_stride + feature
         k = tl.load(key + offset, mask=is_key[:, None] & is_feature, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         visible = is_key & (key_node < 0) & (slot >= first_slot[:, None])
-        if tile_start + BLOCK_K > cache_length:  # true if the tile contains keys of nodes
+        if tile_start + BLOCK_K > cache_length:  # the tile contains keys of draft-tree nodes
             is_node_pair = is_query[:, None] & is_key & (key_node >= 0)
             pair_pointers = (
                 tree_mask + row * tree_mask_stride + node[:, None] * num_nodes + key_node

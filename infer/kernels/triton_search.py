@@ -106,7 +106,8 @@ def _search_tree(
 
 
 def best_first_search(candidates: CandidateTables, budget: int) -> DraftNodes:
-    """Find the `budget` most probable prefixes of each batch row, as nodes of draft trees.
+    """Find the `budget` most probable sequences of drafted tokens (prefixes) of each batch row.
+    Return them as the nodes of draft trees.
 
     The result is that of `infer.kernels.reference_search.search_tree_by_depth`. Candidates of a
     recurrent conditional head are not supported.

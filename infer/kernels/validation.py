@@ -1,8 +1,9 @@
-"""Check fast versions of operations against the reference, on small random inputs.
+"""Check fast versions of operations against the reference implementations in PyTorch, on small
+random inputs.
 
 `infer.kernels.table` runs these checks before it selects a fast version. Each check has two
 arguments: an implementation of an operation, and a device. It returns a sentence that describes how
-the results differ from those of the reference, or "" if the results agree.
+the results differ from those of the reference implementation, or "" if the results agree.
 """
 
 from collections.abc import Callable
@@ -39,14 +40,14 @@ def describe_difference(actual: torch.Tensor, expected: torch.Tensor) -> str:
 
 
 def check_rms_norm(operation: Callable, device: torch.device) -> str:
-    """Compare an implementation of `rms_norm` with the reference, on five rows."""
+    """Compare an implementation of `rms_norm` with the PyTorch implementation, on five rows."""
     states = make_normal_tensor(device, 5, 48)
     norm = RMSNormWeights(make_normal_tensor(device, 48), 1e-5)
     return describe_difference(operation(states, norm), reference.rms_norm(states, norm))
 
 
 def check_add_rms_norm(operation: Callable, device: torch.device) -> str:
-    """Compare an implementation of `add_rms_norm` with the reference, on five rows."""
+    """Compare an implementation of `add_rms_norm` with the PyTorch implementation, on five rows."""
     states = make_normal_tensor(device, 5, 48)
     sublayer_output = make_normal_tensor(device, 6, 48)[1:]
     norm = RMSNormWeights(make_normal_tensor(device, 48), 1e-5)
@@ -56,7 +57,7 @@ def check_add_rms_norm(operation: Callable, device: torch.device) -> str:
 
 
 def check_gated_activation(operation: Callable, device: torch.device) -> str:
-    """Compare an implementation of `gated_activation` with the reference, for SiLU."""
+    """Compare an implementation of `gated_activation` with the PyTorch implementation, for SiLU."""
     gate_up = make_normal_tensor(device, 5, 48)
     activation = Activation(F.silu, SILU_COEFFICIENTS)
     expected = reference.gated_activation(gate_up, activation)
@@ -64,7 +65,8 @@ def check_gated_activation(operation: Callable, device: torch.device) -> str:
 
 
 def check_linear(operation: Callable, device: torch.device) -> str:
-    """Compare an implementation of `linear` with the reference, for a layer with bias."""
+    """Compare an implementation of `linear` with the PyTorch implementation, for a layer with
+    bias."""
     states = make_normal_tensor(device, 5, 48)
     weights = LinearWeights(make_normal_tensor(device, 48, 20), make_normal_tensor(device, 20))
     return describe_difference(operation(states, weights), reference.linear(states, weights))
@@ -86,7 +88,7 @@ def make_random_cache_view(device: torch.device, width: int) -> CacheView:
 
 
 def check_qk_norm_rope_write(operation: Callable, device: torch.device) -> str:
-    """Compare an implementation of `qk_norm_rope_write` with the reference.
+    """Compare an implementation of `qk_norm_rope_write` with the PyTorch implementation.
 
     Both the queries returned and the cache contents are compared.
     """
@@ -104,7 +106,7 @@ def check_qk_norm_rope_write(operation: Callable, device: torch.device) -> str:
 
 
 def check_attend(operation: Callable, device: torch.device) -> str:
-    """Compare an implementation of `attend` with the reference.
+    """Compare an implementation of `attend` with the PyTorch implementation.
 
     The mask combines a draft-tree mask and a sliding window.
     """
@@ -122,12 +124,14 @@ def check_attend(operation: Callable, device: torch.device) -> str:
 
 
 def check_attention(operation: Callable, device: torch.device) -> str:
-    """Compare an implementation of `attention` with the reference, for queries over a KV cache."""
+    """Compare an implementation of `attention` with the PyTorch implementation, for queries over a
+    KV cache."""
     return check_attend(partial(reference.attend_with, operation), device)
 
 
 def check_argmax_head(operation: Callable, device: torch.device) -> str:
-    """Compare the tokens that an implementation of `argmax_head` returns with the reference."""
+    """Compare the tokens that an implementation of `argmax_head` returns with those of the PyTorch
+    implementation."""
     states = make_normal_tensor(device, 2, 5, 48)
     weight = make_normal_tensor(device, 48, 20)
 
@@ -140,7 +144,8 @@ def check_argmax_head(operation: Callable, device: torch.device) -> str:
 
 
 def check_best_first_search(operation: Callable, device: torch.device) -> str:
-    """Compare an implementation of `best_first_search` with the reference, on two small trees."""
+    """Compare an implementation of `best_first_search` with the PyTorch implementation, on two
+    small trees."""
     first = make_normal_tensor(device, 2, 5).sort(dim=1, descending=True).values
     others = make_normal_tensor(device, 2, 3, 5, 5)
     tokens = torch.arange(40, device=device).view(2, 4, 5)

@@ -42,8 +42,8 @@ class MaskedConfig:
     max_num_batched_tokens: ClassVar = None
 
     def count_output_positions(self, tokens: int) -> int:
-        """Return `tokens`, the length of an output, rounded up to whole blocks. This many positions
-        are computed for it."""
+        """Return `tokens`, the length of an output, rounded up to whole blocks. The model computes
+        this many positions for the output."""
         return tokens + -tokens % self.block_length
 
     def describe_method(self, drafter: None) -> str:

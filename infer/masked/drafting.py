@@ -50,7 +50,8 @@ Predictions = dict[int, Prediction]  # keys are positions in the sequence
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """The masked positions of a sequence, and the limits of the drafts of one round."""
+    """The masked positions of a sequence, and the limits for the tokens that one round may
+    draft."""
 
     masked_positions: Sequence[int]  # masked positions, ascending
     output_start: int  # first position after the prompt, where the first block starts
@@ -118,9 +119,9 @@ def parse_predictions(rows: Sequence[Sequence[float]], positions: Sequence[int])
 
 
 def draft_likeliest_writes(predictions: Predictions, plan: DraftPlan, length: int) -> list[Write]:
-    """Return the `length` likeliest writes in the order in which decoding would make them: block by
-    block, and by descending confidence within a block (SSD section 3.2.2). A write is (position,
-    token)."""
+    """Return the `length` likeliest drafted tokens, as (position, token) pairs. They are in the
+    order in which decoding would write them: block by block, and by descending confidence within a
+    block (SSD section 3.2.2)."""
     positions = [position for position in plan.masked_positions if position in predictions]
     positions.sort(
         key=lambda position: (
@@ -134,20 +135,23 @@ def draft_likeliest_writes(predictions: Predictions, plan: DraftPlan, length: in
 
 
 def make_chain_states(writes: Sequence[Write]) -> list[State]:
-    """Return the states of a chain of drafts (SSD section 3.2.3). A state is a set of writes. There
-    is one state for each prefix of `writes`, beginning with the empty prefix, which is the current
-    sequence."""
+    """Return the copies of the sequence that a round computes for a chain of drafts (SSD section
+    3.2.3): without drafted tokens, with the first drafted token, with the first two, and so on.
+
+    Each copy, called a state, is given as the set of its drafted tokens. `writes` are all drafted
+    tokens, as (position, token) pairs in the order of the chain.
+    """
     return [frozenset(writes[:size]) for size in range(len(writes) + 1)]
 
 
 def make_chain_and_swapped_states(writes: Sequence[Write], plan: DraftPlan) -> list[State]:
-    """Return the states of a chain of drafts, and the states that are reached when two consecutive
-    writes of the chain are exchanged (SSD section 5.2). A state is a set of writes, each a
-    (position, token) pair.
+    """Return the states of a chain of drafts, and the states that are reached if two consecutive
+    tokens of the chain are written in the opposite order (SSD section 5.2). A state is a copy of
+    the sequence, given as the set of its drafted (position, token) pairs.
 
-    For each state of the chain, one more state skips the next write and makes the write after it.
-    Writes of different blocks are not exchanged, so there are at most twice as many states as
-    writes.
+    For each state of the chain, one more state lacks the next token of the chain and has the token
+    after it. The order is not changed between tokens of different blocks. There are therefore at
+    most twice as many states as drafted tokens.
     """
     states = make_chain_states(writes)
     for size, (write, next_write) in enumerate(zip(writes, writes[1:], strict=False)):
@@ -163,18 +167,18 @@ def search_guided_states(
     num_states: int,
     statistics: SequenceStatistics,
 ) -> list[State]:
-    """Return the `num_states` likeliest states, likeliest first. A state is a set of at most
-    `length` writes, each a (position, token) pair. The search is the best-first search of DDTree's
-    algorithm 1, with states instead of prefixes.
+    """Return the `num_states` likeliest states, likeliest first. A state is a copy of the sequence,
+    given as the set of its drafted (position, token) pairs, at most `length` of them. The search is
+    the best-first search of DDTree's algorithm 1, with states instead of prefixes.
 
-    The probability of a write is the probability that its position is written next, times the
-    probability of its token. At each position the search considers the model's likeliest tokens,
-    and the token that the statistics of the sequence predict.
+    The probability of a drafted pair is the probability that its position is written next, times
+    the probability of its token there. At each position the search considers the model's likeliest
+    tokens, and the token that the statistics of the sequence predict.
 
-    The probability of a state is the product of the probabilities of its writes, made in their most
-    probable order. It is at most the probability of the state without its last write. A best-first
-    search therefore finds the likeliest states. Before a state, it finds all states that lead to it
-    in this order.
+    The probability of a state is the product of the probabilities of its pairs, written in their
+    most probable order. It is at most the probability of the state without its last pair. A
+    best-first search therefore finds the likeliest states. It finds a state only after the state
+    without the last pair.
     """
     max_writes = min(length, plan.max_writes)
     tie_breaker = count()
@@ -221,10 +225,10 @@ def estimate_position_probabilities(
     open_positions: the positions that the next decoding step may write
     last_position: the position that was written last
 
-    The probabilities are the softmax of the predictions' confidences. If the position directly to
-    the right of the last write is open, the probabilities are then multiplied by 1 - p, and p is
-    added to that of this position. p is the share of writes in this sequence that came directly to
-    the right of the write before them.
+    The probabilities are the softmax of the predictions' confidences. They are then changed if the
+    position directly to the right of `last_position` is open: all are multiplied by 1 - p, and p is
+    added to the probability of this position. Here p is the share of the tokens of this sequence
+    that were written directly to the right of the token written before them.
     """
     positions = [position for position in open_positions if position in predictions]
     if not positions:
@@ -252,8 +256,9 @@ def estimate_token_probabilities(
     prediction: the model's prediction at this position
     written: tokens that are drafted at other positions, by position
 
-    The model's probabilities are mixed with the token that the statistics of the sequence predict.
-    The weight of this token is the share of such predictions that were right.
+    The model's probabilities are averaged with the prediction of the sequence's statistics, which
+    is a single token. The weight of this token is the share of earlier predictions of the
+    statistics that were right.
     """
     probabilities = {
         token: math.exp(log_prob)
@@ -271,8 +276,9 @@ def estimate_token_probabilities(
 def draft_states(
     predictions: Predictions, plan: DraftPlan, options: MaskedConfig, statistics: SequenceStatistics
 ) -> list[State]:
-    """Choose the states (sets of drafted writes) that a round computes, by `options.method`. The
-    first state is the current sequence."""
+    """Choose the drafted copies of a sequence that a round computes, with the method
+    `options.method`. Each copy is given as the set of its drafted (position, token) pairs. The
+    first set is empty: it stands for the sequence itself."""
     if options.method == "guided":
         return search_guided_states(
             predictions, plan, options.draft_length, options.budget, statistics
@@ -289,14 +295,14 @@ def accept_writes(
     states: Sequence[State], predictions: Sequence[Predictions], plan: DraftPlan
 ) -> tuple[list[Write], int]:
     """Take decoding steps with the predictions of the computed states, until a step leads to a
-    state that is not in `states`. Return the writes of these steps in order, and the index of the
-    state before the last write.
+    state that is not in `states`. Return the (position, token) pairs that these steps write, in
+    order, and the index of the state that predicted the last pair.
 
     states: sets of writes, each a (position, token) pair
     predictions: for each state, the model's predictions by position
 
-    The last write, which leads to a state that was not computed, is the extra token of SSD's
-    algorithm 1.
+    The last pair is the extra token of SSD's algorithm 1: it is accepted without having been
+    drafted.
     """
     index_of_state = {state: index for index, state in enumerate(states)}
     index: int | None = index_of_state[frozenset()]

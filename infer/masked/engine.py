@@ -105,8 +105,8 @@ class MaskedRunner:
         """Do nothing, since masked models have no prefix cache."""
 
     def weights_changed(self, checks_contents: bool) -> bool:
-        """Return False, which means that no sequence has to start again. A round reads the weights
-        anew, and keeps nothing that would be invalid with other weights."""
+        """Return False: no sequence has to start again after a change of the weights. A round keeps
+        nothing for later rounds that the change would make invalid."""
         return False
 
     def prefill(self, sequences: list[MaskedSequence], start: int, length: int) -> int:
@@ -123,8 +123,9 @@ class MaskedRunner:
             sequence.set_up_row(self.target, length)
 
     def decode_round(self, sequences: list[MaskedSequence], max_nodes: int) -> None:
-        """Run one round for all sequences: draft tokens, compute the drafted copies of each
-        sequence, and write the tokens of all steps whose states were computed.
+        """Run one round for all sequences: draft tokens, compute predictions for drafted copies of
+        each sequence, and write the tokens of all decoding steps that follow from these
+        predictions.
 
         Sequences that can share a forward pass are computed together. `max_nodes` is not used.
         """
@@ -173,16 +174,16 @@ class MaskedRunner:
         return predictions
 
     def _write_steps(self, task: SequenceTask, predictions: list[Predictions]) -> None:
-        """Take the decoding steps of a round for one sequence: write their tokens into the
-        sequence, and count them.
+        """Take the decoding steps of a round for one sequence: write the tokens of these steps into
+        the sequence, and update its statistics.
 
         predictions: one dictionary from position to prediction per state (drafted copy of the
             sequence)
         """
         sequence = task.sequence
         writes, last_state = accept_writes(task.states, predictions, task.plan)
-        # If several states predict a position, keep the prediction of the last state, which
-        # contains the newest writes.
+        # If the first and the last state both predict a position, keep the prediction of the last
+        # state, because it knows more tokens.
         sequence.predictions |= predictions[0] | predictions[last_state]
 
         stats = sequence.stats
@@ -210,7 +211,8 @@ def make_task_noise(task: SequenceTask, logits: torch.Tensor) -> torch.Tensor:
 
     logits: (num_predicted, vocab_size), ordered by state and position
     """
-    # The first state predicts all positions that any state predicts.
+    # The first state (the sequence without drafted tokens) predicts every position that another
+    # state predicts.
     all_positions = task.positions_to_predict[0]
     index_of_position = {position: index for index, position in enumerate(all_positions)}
     seed = torch.tensor([task.sequence.options.seed], device=logits.device)

@@ -47,7 +47,7 @@ def make_evaluation_options(evaluation: EvaluationConfig, masked: MaskedConfig) 
 def make_variants(options: MaskedOptions) -> list[DecodingVariant]:
     """Return the ways of decoding that an evaluation measures: first the baseline, which decodes
     step by step, then each method of self speculative decoding at each of EVALUATED_DRAFT_LENGTHS,
-    and last 'guided' with more states."""
+    and last the method 'guided' with more drafted copies of the sequence per round."""
     # DecodingVariant declares the option class of causal targets. The cast permits another class.
     make_variant = cast(Callable[..., DecodingVariant], DecodingVariant)
     variants = [make_variant("step by step", 1, replace(options, method="steps"))]

@@ -4,7 +4,7 @@ position, given the tokens at all other positions.
 A masked diffusion model attends to the whole sequence in both directions. Positions with unknown
 tokens contain the mask token (SSD section 3.1). Three kinds of models are supported. Our own models
 are Qwen3 models with bidirectional attention; their config.json has the keys `mask_token_id` and
-`masked_diffusion: {"shifted": bool}`. LLaDA and Dream run the code of their repositories, if the
+`masked_diffusion: {"shifted": bool}`. LLaDA and Dream run code from their own repositories, if the
 user allows this.
 """
 
@@ -44,7 +44,8 @@ from infer.targets.loading import (
 from infer.targets.masked_models import MASKED_DIFFUSION_TARGET_KIND, read_model_config_dict
 from infer.targets.support import get_head_size
 
-# Model types that run the code of transformers, which accepts any 4-D attention mask.
+# Model types (`model_type` in config.json) whose code is part of transformers. This code accepts
+# any 4-D attention mask.
 MASKED_MODEL_TYPES_IN_TRANSFORMERS = ("qwen3",)
 # Model types that run the code of their repositories. Keys are values of model_type in config.json.
 # Values are the id of the mask token if config.json has none, and whether the output at a position
@@ -69,7 +70,7 @@ class MaskedModel:
     shifted: bool
     name: str = "masked model"
     # Whether the weights are on several devices, and whether they are int8. Both are always false
-    # here; callers read them, because `Target` has them too.
+    # for masked models. They exist because callers read the same attributes of `Target`.
     is_sharded: bool = False
     is_int8: bool = False
 

@@ -2,10 +2,11 @@
 written.
 
 A masked model predicts each position without knowing the other tokens of the same round. Its
-prediction is therefore an average over all possible other tokens. Neighbouring tokens say much
-about a token: a token that followed the same few tokens earlier in the sequence often follows them
-again. Guided drafts (`infer.masked.drafting.search_guided_states`) combine both predictions. The
-more often the predictions of the statistics were right, the more weight they have.
+prediction is therefore an average over all tokens that the other positions may get. Neighbouring
+tokens say much about a token: a token that followed the same few tokens earlier in the sequence
+often follows them again. Guided drafts (`infer.masked.drafting.search_guided_states`) therefore
+combine the model's predictions with predictions from these statistics. The more often the
+statistics were right, the more weight their predictions have.
 """
 
 from collections.abc import Iterable

@@ -5,8 +5,8 @@ computes whole sequences; with a KV cache, only the current block of each state.
 The output must not depend on how many decoding steps a round takes, so the input of a step must not
 depend on it either. With Fast-dLLM's `cache="dual"`, the first step of a block is a *full* step,
 which computes the whole sequence. All other steps of the block compute only the block; outside the
-block they attend to the keys and values of the full step. Drafts end before the next full step,
-which Fast-dLLM's paper does not specify.
+block they attend to the keys and values of the full step. No round drafts tokens beyond the next
+full step; the paper of Fast-dLLM does not specify this.
 """
 
 from collections.abc import Sequence
@@ -29,13 +29,13 @@ class SequenceTask:
 
     sequence: MaskedSequence
     plan: DraftPlan
-    states: Sequence[State]  # sets of drafted writes; the first set is empty
+    states: Sequence[State]  # sets of drafted (position, token) pairs; the first set is empty
     positions_to_predict: Sequence[Sequence[int]]  # for each state, the positions to predict
 
 
 def make_state_rows(row: torch.Tensor | None, states: Sequence[State]) -> torch.Tensor:
-    """Return the token ids (num_states, length) of all states. Each is the sequence's row with the
-    drafted writes of the state.
+    """Return the token ids (num_states, length) of all states: the token ids of the sequence, in
+    which the drafted tokens of the state replace mask tokens.
 
     row: (length,), token ids of the sequence, mask tokens included
     states: sets of writes, each a (position, token) pair
@@ -60,16 +60,17 @@ def pad_token_rows(tasks: Sequence[SequenceTask]) -> torch.Tensor:
 
 class FullRowPasses:
     """Forward passes without a KV cache, which compute all positions of each state (copy of a
-    sequence with drafted tokens). Predictions are exact, unlike those with a KV cache, and any
-    masked model is supported."""
+    sequence with drafted tokens). Predictions are exact (with a KV cache they are approximations),
+    and every masked model is supported."""
 
     def __init__(self, model: MaskedModel, options: MaskedConfig) -> None:
         self.model = model
         self.block_length = options.block_length
 
     def make_plan(self, sequence: MaskedSequence) -> DraftPlan:
-        """Return the limits of a round's drafts. Drafts may reach into later blocks. Drafts leave
-        at least one mask token, because the token of the round's last step is never drafted."""
+        """Return the limits for the tokens that a round may draft. They may be in later blocks too.
+        At least one mask token is left, because the token of the round's last step is never
+        drafted."""
         max_writes = min(MAX_MASKED_DRAFT_LENGTH, len(sequence.masked_positions) - 1)
         return sequence.make_plan(self.block_length, max_writes)
 

@@ -62,8 +62,8 @@ class MaskedSequence(Sequence):
     def set_up_row(self, model: MaskedModel, length: int) -> None:
         """Start or restart the sequence: set its row to the prompt and `length` mask tokens.
 
-        An interrupted sequence starts over from the prompt. With a KV cache it could not continue,
-        because its output depends on the steps at which the cache was filled.
+        A sequence that was interrupted starts over from the prompt. With a KV cache it could not
+        continue with the same output, because the output depends on when the cache was filled.
         """
         self.ids = []
         self.commits = []

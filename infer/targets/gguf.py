@@ -90,8 +90,8 @@ def convert_gguf_once(file: Path) -> Path:
 
 def open_gguf(file: Path) -> "GGUFReader":
     """Return a reader of a GGUF file whose header has been checked. Raises ValueError if the file
-    cannot be read, or if a size in the header contradicts the tensors. transformers would spend
-    minutes on building a model of such a size."""
+    cannot be read, or if a size in the header contradicts the tensors. Without this check,
+    transformers would spend minutes on building a model of the wrong size."""
     missing_packages = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
     if missing_packages:
         raise ValueError(

@@ -56,7 +56,7 @@ class DecoderLayer:
     `Kernels.linear` takes."""
 
     kernels: Kernels
-    layer_type: str  # selects the layer's attention mask and rotary angles
+    layer_type: str  # kind of attention; it determines the layer's attention mask and rotary angles
     num_heads: int  # number of query heads
     num_key_heads: int  # number of key/value heads
     attention_norm: RMSNormWeights  # the norm before attention
@@ -77,8 +77,8 @@ class DecoderLayer:
 
     @property
     def is_recordable(self) -> bool:
-        """Return whether every operation of the layer can be recorded once and then replayed
-        (`infer.kernels.launch`)."""
+        """Return whether the calls of all operations of the layer can be recorded once and then
+        replayed (`infer.kernels.launch`)."""
         if type(self.mlp) is not GatedMLP or self.mlp.activation.coefficients is None:
             return False
         operands = (self.qkv, self.attention_output, self.mlp.gate_up, self.mlp.down)
@@ -130,16 +130,16 @@ class DecoderLayer:
 
 @dataclass(frozen=True)
 class KernelDecoder:
-    """The decoder layers and the final norm of a target or a drafter. The embedding and the rotary
-    embedding are None for a drafter."""
+    """The decoder layers and the final norm of a target or a drafter. A drafter has neither an
+    embedding nor a rotary embedding here: both are None."""
 
     kernels: Kernels
     layers: list[DecoderLayer]
     final_norm: RMSNormWeights
     embed: Callable[[torch.Tensor], torch.Tensor] | None = None
     rotary_embedding: nn.Module | None = None
-    # Keys are layer types, values are the cosines and sines of the rotary angles. A table covers
-    # the largest cache that was used so far.
+    # Keys are layer types, values are the cosines and sines of the rotary angles. A table has at
+    # least as many positions as the largest cache that was used.
     rope_tables: RotationsByLayerType = field(default_factory=dict)
 
     def __call__(
@@ -155,10 +155,11 @@ class KernelDecoder:
         ids, positions: (B, length) int64 each, or (N,) each for the N positions that are not
             padding
         feature_layer_ids: indices of the layers whose outputs are returned; the number of layers,
-            as an index, selects the last hidden states
+            as an index, selects the last layer's outputs after the final norm
 
-        Returns two tensors whose leading axes are those of `ids`: the outputs of the feature
-        layers, concatenated along the last axis, and the last hidden states after the final norm.
+        Returns two tensors whose leading axes are those of `ids`: the outputs of the layers
+        `feature_layer_ids`, concatenated along the last axis, and the last layer's outputs after
+        the final norm.
         """
         assert self.embed is not None
         states = self.embed(ids.flatten())

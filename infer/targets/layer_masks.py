@@ -1,5 +1,6 @@
-"""The attention masks of a target, one for each layer type. The masks differ in the sliding window
-or the attention chunk (Llama 4)."""
+"""The attention masks of a target, one for each layer type (kind of attention, such as
+"sliding_attention"). The masks differ in the size of the sliding window or of the attention chunk
+(Llama 4)."""
 
 from collections.abc import Callable
 from functools import partial
@@ -18,8 +19,8 @@ def build_masks_by_layer_type(
 
     windows: size of the sliding window or attention chunk of every layer type, in positions; None
         means full attention
-    make_mask: called with the keyword arguments `window` (that size) and `chunked` (whether it is
-        the size of a chunk)
+    make_mask: returns the mask of one layer type. It is called with the keyword arguments `window`
+        (the size) and `chunked` (whether it is the size of an attention chunk)
     """
     return {
         layer_type: make_mask(window=window, chunked=layer_type == CHUNKED_ATTENTION_LAYER_TYPE)

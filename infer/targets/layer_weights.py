@@ -1,5 +1,6 @@
-"""Load only some of a target's decoder layers, so that the others take no memory. This is enough
-for training from stored hidden states, and for initialising a drafter from the target's layers."""
+"""Load only some decoder layers of a target, so that the layers that are not needed take no memory.
+This is enough for training from stored hidden states, and for initialising a drafter from the
+target's layers."""
 
 import os
 import re
@@ -30,7 +31,8 @@ def load_layers_embedding_and_head(
     device: torch.device,
 ) -> None:
     """Fill the embedding, the head, the final norm and some decoder layers of `model` with the
-    target's weights. `model` is on the meta device, and its other layers stay there.
+    target's weights. `model` is on the meta device, and the decoder layers that are not loaded stay
+    there.
 
     path: the target's path, for error messages
     files: the target's safetensors files
@@ -89,8 +91,7 @@ def get_embedding_head_and_norm_shapes(
     children = dict(find_decoder(model).named_children())
     if "norm" not in children:
         raise ValueError(
-            f"target.path={path}: the target's last norm is not named `norm`, so it cannot be "
-            "loaded without the rest of the model; set features=null"
+            f"target.path={path}: the target's last norm is not named `norm`, so it cannot be loaded without the rest of the model; set features=null to train with the whole target in memory"
         )
     modules = {"embedding": model.get_input_embeddings(), "last norm": children["norm"]}
     head = model.get_output_embeddings()
@@ -102,9 +103,7 @@ def get_embedding_head_and_norm_shapes(
         missing = [name for name in module_shapes if name not in shapes]
         if missing:
             raise ValueError(
-                f"target.path={path}: the weight files contain no tensor {missing[0]}, which is "
-                f"the target's {title}; {DOWNLOAD_AGAIN_HINT}, or set features=null to train "
-                "without stored features"
+                f"target.path={path}: the weight files contain no tensor {missing[0]}, which is the target's {title}; {DOWNLOAD_AGAIN_HINT}, or set features=null to train with the whole target in memory"
             )
         required |= module_shapes
     return required

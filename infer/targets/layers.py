@@ -92,7 +92,7 @@ def join_linears(modules: list[nn.Module]) -> object:
     if hasattr(first, "can_join"):
         if not first.can_join(modules):
             raise UnsupportedLayer(
-                "our decoder does not support int8 layers with a common input that they quantise "
+                "our decoder does not support int8 layers that read the same input but quantise it "
                 "with different scales or bit widths"
             )
         return first.join(modules, join_in_place)
@@ -151,8 +151,8 @@ def convert_norm(module: nn.Module) -> RMSNormWeights:
     """Convert a norm module to the weights of an RMS norm. Raises UnsupportedLayer if the module
     computes anything else.
 
-    A module of an unknown class is tested on random hidden states. It must agree with an RMS norm
-    that multiplies by the weight, or with one that multiplies by the weight plus 1 (Gemma).
+    A module of an unknown class is run on random hidden states. Its outputs must be those of an RMS
+    norm that multiplies by the weight, or of one that multiplies by the weight plus 1 (Gemma).
     """
     weight = dict(module.named_parameters()).get("weight")
     attributes = vars(module)
@@ -302,8 +302,8 @@ def build_kernel_decoder(
 
 
 def select_decoder_class(layers: list[DecoderLayer], kernels: Kernels) -> type[KernelDecoder]:
-    """Return the decoder class for `layers`. It is the kernels' recording decoder, which replays
-    recorded operations, if the kernels have one and all layers can be recorded. Otherwise it is
+    """Return the decoder class for `layers`. It is `kernels.recording_decoder`, a class that
+    replays recorded operations, if this is set and all layers can be recorded. Otherwise it is
     `KernelDecoder`."""
     if kernels.recording_decoder is not None and all(layer.is_recordable for layer in layers):
         return resolve_name(kernels.recording_decoder)

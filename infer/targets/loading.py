@@ -1,5 +1,6 @@
-"""Loading of targets from a hub id, a local folder, a GGUF file or a short name such as "embedded".
-A caller can load a whole target, some of its layers, its tokenizer or its config.json."""
+"""Loading of targets from a hub id, a local folder, a GGUF file or a short name ("embedded" is the
+small target in this repository). A caller can load a whole target, some of its layers, its
+tokenizer or its config.json."""
 
 import os
 from collections.abc import Generator, Iterable, Mapping
@@ -118,9 +119,9 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 def resolve_hub_id_or_folder(path: str) -> str:
     """Return the hub id or local folder for a value of the option target.path.
 
-    "embedded" means the target in this repository. "smollm2" means a GGUF file in a Python package.
-    A GGUF file is converted to a folder by the first call. Raises ValueError or FileNotFoundError
-    if the file is missing or cannot be converted.
+    "embedded" means the small target in this repository. "smollm2" means a GGUF file in a Python
+    package. A GGUF file is converted to a folder by the first call. Raises ValueError or
+    FileNotFoundError if the file is missing or cannot be converted.
     """
     if path == "embedded":
         return str(EMBEDDED_TARGET_FOLDER)
@@ -180,7 +181,7 @@ def explain_load_errors(path: str, failure: str = MODEL_LOAD_FAILURE_MESSAGE) ->
     one sentence with a remedy.
 
     path: the target's path, which the message names
-    failure: begins the message if no more precise reason is found
+    failure: the beginning of the message if the reason is unknown
 
     The new exception is FileNotFoundError for missing files, otherwise ValueError. Two kinds of
     exceptions are not converted: out-of-memory errors, and exceptions whose message already names
@@ -239,7 +240,7 @@ def load_target(
     chat_template_kwargs: Mapping[str, object] | None = None,
     quantization: str = "none",
 ) -> Target:
-    """Load a target from a local folder or the hub; "embedded" means the target in this repository.
+    """Load a target from a local folder or the hub ("embedded": the target in this repository).
 
     dtype, device: see `resolve_dtype` and `resolve_device`
     trust_remote_code: whether to run code that comes with the model
@@ -374,9 +375,9 @@ def shard_target(target: Target, device: torch.device) -> None:
 def load_model(
     path: str, device: torch.device, config: PretrainedConfig, options: dict[str, Any]
 ) -> PreTrainedModel:
-    """Load a whole model onto a device. Quantised weights are placed there while loading, because
-    they cannot be moved later. Raises ValueError if the model cannot be loaded or its tensors are
-    wrong.
+    """Load a whole model onto a device. Quantised weights are loaded directly onto the device,
+    because they cannot be moved later. Raises ValueError if the model cannot be loaded or its
+    tensors are wrong.
 
     options: keyword arguments for `from_pretrained`
     """

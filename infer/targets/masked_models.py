@@ -1,8 +1,8 @@
-"""Recognise masked diffusion models, which are targets but not causal language models, and name the
-entry points of the package that decodes them.
+"""Recognise masked diffusion models (targets that are not causal language models), and name the
+functions and classes of the optional package that decodes them.
 
-This module does not import torch, because commands read their options from here before they load
-anything.
+This module does not import torch, because commands need the options of that package before they
+load anything.
 """
 
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ from infer.utils.optional import is_installed, require_installed
 
 @dataclass(frozen=True)
 class OptionalTargetKind:
-    """A kind of target other than causal language models, which an optional package decodes. The
-    fields `options_class`, `merge_options`, `load` and `evaluate` name the package's entry points,
-    as "module:name"."""
+    """A kind of target that is not a causal language model and is decoded by an optional package.
+    The fields `options_class`, `merge_options`, `load` and `evaluate` name the package's entry
+    points, as "module:name"."""
 
     title: str  # name of this kind of model in messages
     # Values of `model_type` in config.json that only models of this kind have.
@@ -23,7 +23,7 @@ class OptionalTargetKind:
     config_key: str  # key of config.json that only models of this kind have
     # Dataclass of the decoding options, which are the section `masked` of a command's options.
     options_class: str
-    merge_options: str  # function (TextOptions, decoding options) -> all options
+    merge_options: str  # function (TextOptions, decoding options) -> both as one object
     load: str  # function (path, dtype, device, trust_remote_code) -> model
     # Function (model, prompts, EvaluationConfig, decoding options, progress) -> Evaluation.
     evaluate: str

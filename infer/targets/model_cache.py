@@ -1,6 +1,6 @@
 """Model folders that this program creates in the Hugging Face hub's cache, for example from GGUF
-files. A folder is created once from a source file and checked at every use. A damaged folder is
-created again."""
+files. A folder is created once from a source file. Its files are checked at every use. A damaged
+folder is created again."""
 
 import fcntl
 import hashlib

@@ -90,8 +90,9 @@ class Predecessors:
 
     @cached_property
     def segments(self) -> list[RecurrenceSegment]:
-        """Return the segments into which the new positions are divided, in order. The recurrence is
-        solved for one segment after the other. A draft tree is one segment."""
+        """Return the segments (consecutive positions) into which the new positions are divided, in
+        order. The recurrence is solved for one segment after the other. A draft tree is one
+        segment."""
         if self.ancestors is not None:
             return [RecurrenceSegment(slice(None), self.ancestors[:, None], None)]
         rows, width = self.previous.shape

@@ -31,7 +31,7 @@ class RecurrenceSegmentResult:
 
     outputs: torch.Tensor  # (B, H, length, value_size)
     keys: torch.Tensor  # (B, H, length, key_size)
-    values: torch.Tensor  # (B, H, length, value_size), added to the state
+    values: torch.Tensor  # (B, H, length, value_size), what each position adds to the state
     # (B, H, length, 1 or key_size), sum of the log decays from the segment's start to the position
     total_decay: torch.Tensor
 
@@ -413,7 +413,8 @@ class RecurrentStates:
 
 class UncachedPackedView(RecurrentCacheStub):
     """The cache of a forward pass over packed sequences of training documents, used in place of a
-    `CacheView`. It stores nothing. It only records the shapes of what a real cache would store."""
+    `CacheView`. It stores no keys, values or states, and records only the shapes that they would
+    have in a cache."""
 
     def __init__(self, documents: torch.Tensor, num_layers: int = 0) -> None:
         """Prepare a forward pass over packed sequences.
@@ -429,7 +430,8 @@ class UncachedPackedView(RecurrentCacheStub):
 
     @property
     def shapes(self) -> CacheShapes:
-        """Return the shapes of what a real cache would store for the layers that have run."""
+        """Return the shapes of the tensors that a cache would store for the layers that have
+        run."""
         observed = self.recurrent_states.observed_shapes
         attention = dict(sorted(observed.attention.items()))
         return CacheShapes(attention, observed.convolution, observed.recurrence)

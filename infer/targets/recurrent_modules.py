@@ -55,8 +55,8 @@ def find_unsupported_recurrent_class_name(decoder: nn.Module) -> str | None:
 
 def patch_recurrent_modules(decoder: nn.Module) -> bool:
     """Make the recurrent layers of a decoder call `RecurrentStates` whenever one of their arguments
-    is a cache of this project. With any other cache, they compute what they did before. Returns
-    whether the decoder has recurrent layers."""
+    is a cache of this project. With any other cache, they compute the same as without this change.
+    Returns whether the decoder has recurrent layers."""
     modules = find_recurrent_modules(decoder)
     for module in modules:
         module.__class__ = make_patched_class(type(module))

@@ -1,7 +1,8 @@
 """Properties of a target that follow from its config.json: the attention windows of its layers, the
 scale of its logits, and whether draft trees can be verified with it.
 
-They are known before weights are loaded. docs/targets.md lists the model families.
+These properties are known before weights are loaded. docs/targets.md lists the supported model
+families.
 """
 
 from dataclasses import dataclass
@@ -18,14 +19,14 @@ if TYPE_CHECKING:
 # Value of a config's `layer_types` for layers in which a query attends only to positions of its own
 # chunk (Llama 4).
 CHUNKED_ATTENTION_LAYER_TYPE = "chunked_attention"
-# Values of a config's `layer_types` for attention layers. Their attention can be written as a mask
-# over all cached positions.
+# Values of a config's `layer_types` for attention layers. Attention of these types can be computed
+# with a mask over all cached positions.
 ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention", CHUNKED_ATTENTION_LAYER_TYPE}
 # Values of a config's `layer_types` for layers that keep a recurrent or convolution state.
 RECURRENT_LAYER_TYPES = ("linear_attention", "conv", "hybrid", "mamba", "recurrent")
 # Prefixes of config.json keys that only models with recurrent layers have.
 RECURRENT_CONFIG_PREFIXES = ("mamba_", "ssm_", "lru_", "linear_key_head_dim", "conv_L_cache")
-# Values of `model_type` for models whose recurrent layers can verify draft trees
+# Values of `model_type` for models with recurrent layers with which draft trees can be verified
 # (infer/targets/recurrent.py).
 SUPPORTED_RECURRENT_MODELS = {
     # models with Gated DeltaNet

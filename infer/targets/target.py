@@ -134,7 +134,7 @@ class Target:
         self.is_int8 = hasattr(self.head_module, "can_join")
         self.has_recurrent_layers = patch_recurrent_modules(self.decoder)
         self.weight_watcher = WeightWatcher(self.model)
-        self.weight_version = 0  # number of detected weight changes
+        self.weight_version = 0  # how many times changed weights were detected
         # Keys are drafters, values are measured times of forward passes
         # (`infer.engine.round_cost.Calibration`).
         self.cost_calibrations = weakref.WeakKeyDictionary()
@@ -180,7 +180,7 @@ class Target:
 
     def drop_decoder_if_weights_changed(self) -> int:
         """If the model's weights have changed, drop our own decoder, which has copies of some
-        weights. Return `weight_version`, the number of changes so far."""
+        weights. Return `weight_version`, the number of weight changes that were detected."""
         if self.weight_watcher.detect_changes():
             self.__dict__.pop("kernel_decoder", None)
             self.weight_version += 1
@@ -373,8 +373,8 @@ class Target:
             layer_types = self.config.layer_types
         try:
             with get_model_lock(self.model):
-                # Check the target only after its decoder was built, because building it moves
-                # weights.
+                # Building our decoder moves weights. The checks below run the model, so they come
+                # afterwards.
                 decoder = build_kernel_decoder(
                     self.decoder,
                     layer_types,
@@ -406,8 +406,8 @@ class Target:
         feature_layer_ids: tuple[int, ...],
         run_decoder: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
     ) -> Features:
-        """Run the next tokens of every sequence through the target, and add these tokens to the
-        cache.
+        """Run the next tokens of every sequence through the target, and add their keys and values
+        (or states) to the cache.
 
         ids: the next token ids of every batch row
         feature_layer_ids: ids of the layers whose outputs are returned
@@ -542,12 +542,15 @@ def compare_with_transformers(
             actual - states, expected - states, target.is_int8, float(states.norm())
         ):
             raise UnsupportedLayer(
-                f"our decoder computes other outputs than a layer of class {type(module).__name__}"
+                "the outputs of our decoder differ from those of a layer of the class "
+                f"{type(module).__name__}"
             )
         states = expected
     last_normed = decoder.kernels.rms_norm(states, decoder.final_norm)
     if not equals_up_to_rounding(last_normed, last.flatten(0, 1), target.is_int8):
-        raise UnsupportedLayer("our decoder computes another output than the target's final norm")
+        raise UnsupportedLayer(
+            "the output of our decoder's final norm differs from that of the target's final norm"
+        )
 
 
 def pad_token_ids(rows: list[list[int]], device: torch.device) -> torch.Tensor:

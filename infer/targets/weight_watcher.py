@@ -1,5 +1,5 @@
-"""Detect changed weights, for example after an adapter was merged or a state dict was loaded. Data
-that were computed from the weights must then be computed again."""
+"""Detect changed weights, for example after an adapter was merged or a state dict was loaded.
+Everything that was computed from the weights, such as KV caches, must then be computed again."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -42,7 +42,8 @@ class WeightWatcher:
         return True
 
     def detect_changes_quickly(self) -> bool:
-        """Return whether a fast check of some weights finds a change.
+        """Return whether weights have changed since the last snapshot, as far as a fast check of
+        some weights shows.
 
         The check is cheap enough for every decoding round. It compares the version of the first
         parameter of each module, and the identity and address of a few parameters.
@@ -56,8 +57,8 @@ class WeightWatcher:
         return replaced or get_addresses(current) != self.checked_addresses
 
     def take_snapshot(self) -> None:
-        """Store versions, addresses and sampled values of the current weights, with which later
-        calls compare."""
+        """Store versions, addresses and sampled values of the current weights. Later checks compare
+        the weights with these."""
         self.weights = list(self.module.parameters())
         self.addresses = get_addresses(self.weights)
         self.values = sample_values(self.weights)

@@ -127,7 +127,7 @@ def test_a_fast_version_that_differs_or_fails_is_not_used(operation, monkeypatch
     wrong_kernels = replace(cpu.CPU_FAST_KERNELS, operations=operations)
     monkeypatch.setattr(cpu, "CPU_FAST_KERNELS", wrong_kernels)
     monkeypatch.setattr(table, "VALIDATED_KERNELS_CACHE", {})
-    with pytest.warns(UserWarning, match="the PyTorch reference of rms_norm is used"):
+    with pytest.warns(UserWarning, match="the PyTorch implementation of rms_norm is used"):
         kernels = table.select_kernels(CPU_DEVICE, torch.float32)
     assert kernels.rms_norm is reference.rms_norm
     assert kernels.add_rms_norm is cpu.add_rms_norm
