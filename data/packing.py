@@ -293,9 +293,8 @@ def tokenize_batch(
 
 
 def count_rejected_examples(tokenized: "Dataset", counts: ExampleCounts) -> ExampleCounts:
-    """Return updated counts, in which the examples that tokenisation rejected are no longer used.
-
-    They are counted as excluded or invalid instead.
+    """Return a copy of the counts in which the examples that tokenisation rejected are counted as
+    excluded or invalid, and no longer as used.
 
     tokenized: data set with the columns that `tokenize_batch` returns
     counts: counts of the examples before tokenisation

@@ -14,8 +14,8 @@ from train.divergences import SMALLEST_NORMAL_FLOAT32, Divergence, DivergenceChu
 
 # number of logits that are processed together on a CPU; they fit into the CPU's caches
 LOGITS_PER_CPU_LOSS_SLICE = 1 << 18
-# The logit of tokens that are left out of the comparison of drafter and target. After softmax,
-# their probability is rounded to 0, and their log-probability is finite.
+# Replaces the logits of tokens that are excluded from the divergence. After softmax, the
+# probability of these tokens is rounded to 0, and their log-probability is finite.
 LOGIT_OF_NON_CANDIDATE_TOKENS = -1e4
 
 

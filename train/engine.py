@@ -276,8 +276,8 @@ def restore_optimizer_state(
         restore_unsharded_moments(drafter, moments, state)
         return
 
-    # Create moments for the flat parameters. Their keys are those of the first parameter, because
-    # all parameters have the same keys.
+    # Create the optimiser's state of the flat parameters. It has the same keys for all parameters,
+    # for example "exp_avg", so the keys of the first parameter are used.
     parameters = dict(drafter.named_parameters())
     optimizer_state = {name: value for name, value in state.items() if "/" in name}
     prefix = f"{next(iter(parameters))}/"

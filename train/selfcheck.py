@@ -44,9 +44,9 @@ TRAINING_SELF_CHECK_BLOCK_COUNT = 3
 # error is relative to the reference value, or absolute if this value is below one nat. In float32
 # the largest error is limited. In bfloat16 only the mean error is limited, because bfloat16 has
 # fewer than three decimal digits and a single document is rounded differently from the same
-# document in a packed sequence. On the embedded target (12 layers, 24 batches, both drafter
-# families), the largest error was 1.4e-6 in float32 and 0.013 in bfloat16. Errors are larger with
-# targets of more layers.
+# document in a packed sequence. With the small target model in this repository (12 layers, 24
+# batches, both drafter families), the largest error was 1.4e-6 in float32 and 0.013 in bfloat16.
+# Errors are larger with targets of more layers.
 MAX_TRAINING_SELF_CHECK_FLOAT32_ERROR = 1e-4
 MAX_TRAINING_SELF_CHECK_MEAN_ERROR = 0.05
 
@@ -279,8 +279,9 @@ class _ReferenceLoss:
         uncorrected: (vocab_size,) the logits before the correction. correction: (rank,) the vector
         that the head computed for this position. label: scalar, the true token.
 
-        Returns the corrected logits (vocab_size,), and whether each token is left out of the
-        comparison because it is not among the head's candidates, (vocab_size,) bool.
+        Returns the corrected logits (vocab_size,), and whether each token is excluded from the
+        divergence, (vocab_size,) bool. If `head.top_k` is not 0, all tokens are excluded except for
+        the `head.top_k` likeliest tokens and the true token.
         """
         head = self.drafter.conditional_head
         assert head is not None
@@ -291,7 +292,7 @@ class _ReferenceLoss:
         excluded = torch.zeros_like(uncorrected, dtype=torch.bool)
         if head.top_k:
             candidates = uncorrected.topk(head.top_k).indices
-            # if the label is not among the candidates, it replaces the least likely one
+            # if the true token is not among the candidates, it replaces the least likely candidate
             candidates[-1] = torch.where((candidates == label).any(), candidates[-1], label)
             excluded = torch.ones_like(excluded).index_fill(0, candidates, False)
         return logits, excluded

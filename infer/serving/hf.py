@@ -185,7 +185,8 @@ def _submit_prompts(
         options = SamplingOptions(
             max_new_tokens=max_new_tokens,
             seed=seed,
-            # EosTokenCriteria, one of the stopping criteria of `generate`, handles end tokens.
+            # The engine ignores end tokens. EosTokenCriteria, one of the stopping criteria of
+            # `generate`, ends the sequence at an end token.
             ignore_eos=True,
             temperature=temperature if do_sample else 0.0,
             **sampling_options,

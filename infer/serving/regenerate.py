@@ -161,12 +161,14 @@ def regenerate_answers(
     Records of failed examples, {"index", "error"}, are written to the file `out`.failed. If `out`
     exists, only the examples after its last record are answered.
 
-    settings: all options that determine the answers, and digests of target and data ("content")
+    settings: all options that determine the answers, and under the key "content" the digests of
+        target and data
     max_failures: maximum number of examples that may fail
     total: number of examples; None means `len(examples)`
 
-    Returns the numbers of examples with the keys "answers" and "failed". Raises ValueError if `out`
-    was started with other settings or too many examples fail, and RunAborted if the disk is full.
+    Returns the number of answered examples (key "answers") and of failed ones (key "failed").
+    Raises ValueError if `out` was started with other settings or too many examples fail, and
+    RunAborted if the disk is full.
     """
     failed_path = Path(f"{out}.failed")
     total = len(cast(Sized, examples)) if total is None else total
@@ -183,7 +185,8 @@ def regenerate_answers(
     progress = Progress("regenerating", "examples", finished)
 
     def count_finished() -> None:
-        """Report progress. The record is written after those of all earlier examples."""
+        """Count one more finished example, and report the progress. Its record is written later,
+        after the records of all earlier examples."""
         nonlocal finished
         finished += 1
         progress(finished, total, f"{failures} failed" if failures else "")

@@ -171,9 +171,9 @@ class RegenerationTask:
             self.record = {"index": self.example.index, "error": error}
 
     def _add_messages_until_assistant(self) -> None:
-        """Move the example's messages before its next assistant message to `messages`.
+        """Append the example's messages before its next assistant message to `messages`.
 
-        If there are none, finish the chat.
+        If there is no message before it, finish the chat.
         """
         previous_count = len(self.messages)
         while self._remaining and self._remaining[0]["role"] != "assistant":

@@ -84,8 +84,8 @@ def mask_block_and_later_tokens(
 
     batch: the columns ids, positions, documents and loss of packed sequences, (B, num_tokens) each.
     noise: the random numbers that decide what is masked.
-    block_lengths: (B,) number of tokens with loss in a block. With num_tokens or more, a document
-        is a single block.
+    block_lengths: (B,) number of tokens with loss per block. If it is num_tokens or more, a
+        document is a single block.
 
     Returns the ids with mask tokens (B, num_tokens), and the weight of each token's cross-entropy
     (B, num_tokens). The weight is 0 at tokens that are not predicted. Before and inside the block,

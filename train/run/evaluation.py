@@ -53,9 +53,8 @@ def evaluate_checkpoint(
 ) -> None:
     """Decode held-out prompts with a checkpoint's saved drafter, and write the results.
 
-    folder: the checkpoint's folder. is_last: true evaluates all sets of held-out prompts, as for
-    the last checkpoint. False evaluates only a part of the first set, and also updates the run's
-    report.
+    folder: the checkpoint's folder. use_all_prompt_sets: if true, all prompt sets are evaluated. If
+    false, only a part of the first prompt set is evaluated, and the run's report is updated.
 
     All processes must call this function together. Each process decodes a share of the prompts, and
     the first process writes the results.
@@ -77,7 +76,7 @@ def evaluate_checkpoint(
     errors = [error for _, error in gathered if error]
     shares = [share for share, _ in gathered]
     if run.config.target.shard:
-        shares = shares[:1]  # with a sharded target, all processes have decoded all prompts
+        shares = shares[:1]  # with a sharded target, each process decoded all prompts
 
     def write_results() -> None:
         out = folder / "evaluation"
@@ -109,9 +108,10 @@ def evaluate_checkpoint(
 def evaluate_best_checkpoint_fully(run: RunState, log: RunLog) -> None:
     """Evaluate the best checkpoint on all prompt sets, unless this was already done.
 
-    The run's last checkpoint has already been evaluated on all prompt sets. The new results of the
-    best checkpoint can be worse than those of another checkpoint. That checkpoint is then the best
-    one and is evaluated, too. The report, the model card and the `doctor` command use the results.
+    The run's last checkpoint has already been evaluated on all prompt sets. After the evaluation of
+    the best checkpoint on all prompt sets, another checkpoint can be the best one. That checkpoint
+    is then also evaluated on all prompt sets. The report, the model card and the `doctor` command
+    use the results.
     """
     fully_evaluated = {list_checkpoints(run.folder)[-1].name}
     while True:
@@ -140,7 +140,7 @@ def describe_held_out_prompt_shortage(config: TrainConfig, target: Target) -> st
     Raises ValueError if the data have no held-out prompt.
     """
     num_prompts = config.evaluation.prompts
-    # These two data sources always have enough: thousands of held-out prompts.
+    # These two data sources have thousands of held-out prompts, which is always enough.
     if not num_prompts or config.data.source in ("embedded", "stdlib"):
         return None
     assert target.tokenizer is not None
@@ -156,8 +156,8 @@ def select_prompt_sets(
     """Return the prompt sets on which a checkpoint is evaluated. They are not yet divided among
     the processes.
 
-    use_all_prompt_sets: true returns all prompt sets, as for the last checkpoint. False returns
-    only a shortened version of the first one.
+    use_all_prompt_sets: if true, all prompt sets are returned. If false, only the first prompt set
+    is returned, with fewer prompts.
     """
     options = config.evaluation
     outside = options.external_prompts if use_all_prompt_sets else 0

@@ -52,8 +52,8 @@ def resolve_drafter_options(options: DrafterConfig, target: TargetConfig) -> Dra
 
     drafter = cast(Drafter, reading.build_drafter())
     init_options = read_options_from_config(drafter)
-    # The vocabulary of a drafter can still be changed, unless the drafter has a conditional head:
-    # such a head has weights for every token of the vocabulary.
+    # The option draft_vocab_size can differ from that of the existing drafter. This is not possible
+    # if the drafter has a conditional head, which has weights for every token of the vocabulary.
     if options.draft_vocab_size and drafter.head_spec is None:
         init_options["draft_vocab_size"] = options.draft_vocab_size
     corrections = []

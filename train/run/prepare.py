@@ -170,9 +170,8 @@ def build_engine_and_check_loss(
     """Build the DeepSpeed engine around the drafter, and check the loss of the first batch against
     a slow reference computation (the self-check).
 
-    Returns the engine, and a line with the result of the self-check, or None with
-    self_check=false. Raises RunAborted if the two losses differ. The reference runs before the
-    engine is built.
+    Returns the engine, and a line with the result of the self-check (None with self_check=false).
+    Raises RunAborted if the two losses differ by more than rounding explains.
     """
     HEARTBEAT.set_activity("self-check: comparing the loss of a step with a slow computation")
     check = None
