@@ -72,13 +72,11 @@ def select_evaluation_prompts(
     prompt_tokens: int,
     external_count: int = 0,
 ) -> list[Prompt]:
-    """Return `count` held-out prompts from the data, and `external_count` prompts from a file of
-    this package.
+    """Return `count` held-out prompts, and `external_count` prompts that are not from the data.
 
-    About the same number of held-out prompts is selected from each kind, such as starts of texts.
-    If these are fewer than `count`, prompts from the middle of long texts are added, and then the
-    first halves of short texts. A small data set may still give fewer than `count` held-out
-    prompts.
+    About the same number of held-out prompts is of each kind, such as starts of texts. If there are
+    fewer than `count`, prompts from the middle of long texts are added, and then the first halves
+    of short texts. A small data set may still give fewer than `count`.
 
     prompt_tokens: number of tokens of a prompt; for a chat, the maximum number
     external_count: number of prompts from the file of this package, at most `count`

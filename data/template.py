@@ -74,7 +74,8 @@ TextWithSpans = tuple[str, list[LossSpan]]
 
 @dataclass(frozen=True)
 class TemplateMarkers:
-    """The texts that a chat template puts around an answer, and where it reads reasoning.
+    """The texts that a chat template puts around an answer, and the message key from which it reads
+    the reasoning.
 
     generation_prompt: the text that the template adds before an answer is generated
     answer_suffix: the text that the template adds after an answer

@@ -1,5 +1,5 @@
-"""The comparison of drafter and target at one chunk of drafted positions: the divergences and their
-gradients.
+"""Compute the divergences between target and drafter at one chunk of drafted positions, and the
+gradients of the divergences.
 
 A row is one drafted position. A row's teacher row is the context position whose hidden state gives
 the target's distribution for the row. Several rows can have the same teacher row. p is the target's
@@ -72,8 +72,8 @@ def _count_slice_rows(logits: torch.Tensor) -> int:
 
 
 class RowComparison(NamedTuple):
-    """The results of a comparison of the drafter with the target at some drafted positions. Each
-    tensor has one entry per position."""
+    """The divergences between target and drafter at some drafted positions, and further statistics
+    of these positions. Each tensor has one entry per position."""
 
     divergences: torch.Tensor  # in nats
     agrees: torch.Tensor  # bool: whether drafter and target have the same likeliest token

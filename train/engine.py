@@ -188,8 +188,8 @@ def collect_unsharded_state(
 
     moments: the optimiser's attribute `state`.
 
-    Keys of the returned dictionary are the names of parameters and buffers. Keys of the optimiser's
-    state are <parameter name>/exp_avg, <parameter name>/step etc.
+    The keys of weights and buffers in the returned dictionary are their names. The keys of the
+    optimiser's state are <parameter name>/exp_avg, <parameter name>/step etc.
     """
     state = dict(model.named_buffers())
     for name, parameter in model.named_parameters():

@@ -149,7 +149,7 @@ class Message(LenientModel):
 
     @property
     def any_reasoning(self) -> str | None:
-        """The reasoning: the first of `reasoning_content`, `reasoning` and `thinking` that is set."""
+        """The first of `reasoning_content`, `reasoning` and `thinking` that is set."""
         return self.reasoning_content or self.reasoning or self.thinking
 
     def to_template_message(self) -> dict[str, Any]:

@@ -161,14 +161,12 @@ def regenerate_answers(
     Records of failed examples, {"index", "error"}, are written to the file `out`.failed. If `out`
     exists, only the examples after its last record are answered.
 
-    settings: all options that determine the answers, and under the key "content" the digests of
-        target and data
+    settings: all options that determine the answers, and digests of target and data ("content")
     max_failures: maximum number of examples that may fail
     total: number of examples; None means `len(examples)`
 
-    Returns the number of answered examples (key "answers") and of failed ones (key "failed").
-    Raises ValueError if `out` was started with other settings or too many examples fail, and
-    RunAborted if the disk is full.
+    Returns the numbers of answered ("answers") and failed examples ("failed"). Raises ValueError if
+    `out` has other settings or too many examples fail, and RunAborted if the disk is full.
     """
     failed_path = Path(f"{out}.failed")
     total = len(cast(Sized, examples)) if total is None else total

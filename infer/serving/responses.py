@@ -165,7 +165,7 @@ class ResponseBuilder:
     def build_usage(self, completion_tokens: int, cached_tokens: int) -> dict:
         """Return the field "usage" of a response, which has token counts.
 
-        A prompt with several answers is counted once.
+        The tokens of a prompt with several answers are counted once.
 
         completion_tokens: number of generated tokens of all answers
         cached_tokens: number of prompt tokens that were found in the prefix cache

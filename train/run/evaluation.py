@@ -108,10 +108,9 @@ def evaluate_checkpoint(
 def evaluate_best_checkpoint_fully(run: RunState, log: RunLog) -> None:
     """Evaluate the best checkpoint on all prompt sets, unless this was already done.
 
-    The run's last checkpoint has already been evaluated on all prompt sets. After the evaluation of
-    the best checkpoint on all prompt sets, another checkpoint can be the best one. That checkpoint
-    is then also evaluated on all prompt sets. The report, the model card and the `doctor` command
-    use the results.
+    The run's last checkpoint has already been evaluated on all prompt sets. If these results show
+    that another checkpoint is better than the one that was evaluated, that checkpoint is evaluated
+    on all prompt sets as well. The report, the model card and the `doctor` command use the results.
     """
     fully_evaluated = {list_checkpoints(run.folder)[-1].name}
     while True:

@@ -124,8 +124,9 @@ def load_dataset(
 def create_or_load_drafter(
     config: TrainConfig, target: Target, dataset: "StoredFeatures | Dataset"
 ) -> Drafter:
-    """Create or load the drafter that training starts from. If a reduced vocabulary is configured,
-    the vocabulary consists of the most frequent tokens of the training data."""
+    """Create or load the drafter that training starts from. If the drafter scores only a part of
+    the target's vocabulary (option drafter.draft_vocab_size), the most frequent tokens of the
+    training data are chosen."""
     draft_tokens = None
     if config.drafter.draft_vocab_size:
         draft_tokens = find_frequent_tokens(dataset, config.drafter.draft_vocab_size, target)
