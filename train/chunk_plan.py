@@ -57,7 +57,7 @@ def plan_chunks(
     )
 
     ranges = []
-    boundary_rows = []  # for every chunk, the index of its first row and that of its last row
+    boundary_rows = []  # for every chunk, the indices of its first and its last row
     for start in range(0, len(rows), max_chunk_rows):
         end = min(start + max_chunk_rows, len(rows))
         ranges.append((start, end))

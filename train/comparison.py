@@ -79,7 +79,7 @@ class RowComparison(NamedTuple):
     agrees: torch.Tensor  # bool: whether drafter and target have the same likeliest token
     label_log_probs: torch.Tensor  # the drafter's log-probability of the true token
     # The sum of min(p, q) over the vocabulary, for the target's distribution p and the drafter's q.
-    # None if it was not needed.
+    # None if it was not computed.
     overlap: torch.Tensor | None
 
 

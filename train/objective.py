@@ -210,9 +210,9 @@ class _ChunkedDivergence:
     chunk, and computes gradients. The constructor does the whole computation.
 
     drafted: the drafter's tensors, see `_TrainedTensors`.
-    needs_gradient: for each field of `drafted`, whether to compute its gradient. The gradients of
-        `hidden` and `vectors` are those of the unweighted divergences. The gradients of `head` and
-        `out` are those of the sum of the divergences, weighted by `row_weights`.
+    needs_gradient: for each field of `drafted`, whether to compute its gradient. For `hidden` and
+        `vectors`, these are gradients of the unweighted divergences. For `head` and `out`, these
+        are gradients of the sum of the divergences, weighted by `row_weights`.
     row_weights: (num_blocks, num_drafted), needed for the gradients of `head` and `out`.
 
     The results are the attributes `gradients`, `divergences`, `agrees`, `overlap` (as in

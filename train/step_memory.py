@@ -26,8 +26,8 @@ FLOAT32_BYTES = 4
 
 
 class StepSizes:
-    """The sizes that determine the memory of a training step: those of the target, of the drafter,
-    and of a micro-batch.
+    """The sizes of the target, of the drafter and of a micro-batch, which determine the memory of a
+    training step.
 
     hf_config: the target's Hugging Face configuration. batch_size: number of packed sequences in a
     micro-batch. None means `optim.batch_size`: a step has a single micro-batch.

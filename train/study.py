@@ -54,7 +54,7 @@ class StudyCommand:
     run again, it continues a study that was stopped, and adds new variants and seeds.
 
     base: options of the base configuration, which all runs have. The options for target, data and
-        evaluation decide which prompts are used for the comparison
+        evaluation decide on which prompts the drafters are compared
     variants: for each variant, the options that it changes, separated by spaces. "" is the base
         configuration itself
     seeds: number of runs per variant, with the seeds 0, 1, 2, ...

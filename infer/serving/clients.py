@@ -45,7 +45,7 @@ EXTRA_SAMPLING_OPTIONS = ("top_k", "min_p", "repetition_penalty", "ignore_eos")
 def build_request_body(task: RegenerationTask, model: str, options: DecodeOptions) -> dict:
     """Return the body of the HTTP request for the next output of an example.
 
-    task: the example and the outputs that were generated for it so far
+    task: the example, and the outputs that were already generated for it
     model: name of the model on the server
     """
     example = task.example

@@ -115,7 +115,8 @@ class ToolCall(LenientModel):
 class Message(LenientModel):
     """A message of a chat.
 
-    An answer of this server or of another one can be sent back unchanged as a message.
+    An answer of this server, or of another server with OpenAI's API, can be sent back unchanged as
+    a message.
     """
 
     role: str

@@ -209,8 +209,8 @@ def extract_tool_calls(message: dict) -> list[tuple[str, object]]:
     """Return (name, arguments) of every tool call of an assistant message.
 
     If the message has no entry "tool_calls", the calls are parsed from its content. If a call in
-    the content is malformed, [("", content)] is returned, so that a comparison with a list of valid
-    calls fails.
+    the content is malformed, [("", content)] is returned, which differs from every list of valid
+    calls.
     """
     functions = [call["function"] for call in message.get("tool_calls", ())]
     if not functions:

@@ -236,7 +236,7 @@ class CompletionBuilder(ResponseBuilder):
     def build_logprobs(self, delta: SequenceDelta) -> dict:
         """Return the field "logprobs" of a choice.
 
-        It has the log-probability of each token, and those of its most likely alternatives.
+        It has the log-probabilities of each token and of the most likely alternatives to it.
         """
         top_logprobs = []
         for entry in delta.logprobs:
@@ -300,7 +300,7 @@ class ChatBuilder(ResponseBuilder):
     def build_logprobs(self, delta: SequenceDelta) -> dict:
         """Return the field "logprobs" of a choice.
 
-        It has the log-probability of each token, and those of its most likely alternatives.
+        It has the log-probabilities of each token and of the most likely alternatives to it.
         """
         tokens = []
         for token_id, entry in zip(delta.ids, delta.logprobs, strict=True):

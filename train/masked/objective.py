@@ -62,8 +62,8 @@ def sample_noise(documents: torch.Tensor, generator: torch.Generator) -> Masking
     documents: (B, num_tokens) document number of each token, -1 for padding.
 
     The noise levels (masking probabilities) of a batch are evenly spread over (0, 1], as in MDLM's
-    low-discrepancy sampler. Each single level is uniformly distributed. The mean of all levels
-    varies less than that of independent levels.
+    low-discrepancy sampler. Each single level is uniformly distributed. The mean of these levels
+    varies less than the mean of independent levels.
     """
     batch_size, length = documents.shape
     num_documents = int(documents.max()) + 1 if documents.numel() else 0

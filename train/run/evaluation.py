@@ -326,8 +326,8 @@ def write_and_print_final_report(run: Path, log: RunLog) -> None:
     evaluations = read_evaluations(run)
     print_best_result(evaluations)
     print(
-        f"\nreport      {page} (also has the results on further prompts and with sampling, and "
-        "the speedup from trees)"
+        f"\nreport      {page} (also shows the results on the other prompt sets and with sampling, "
+        "and the speedup of draft trees)"
     )
     print(f"drafter     {run / 'checkpoints' / 'best' / 'drafter'}")
     print(f"metrics     {run / 'metrics.jsonl'}", flush=True)
