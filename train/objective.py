@@ -3,10 +3,11 @@ chunks of rows.
 
 `train/divergences.py` has the formulas, `train/comparison.py` compares one chunk of rows.
 
-A row is one drafted position of one block. Row i compares the drafter's hidden state `hidden[i]`
-with the target's hidden state `teacher_hidden[teacher_rows[i]]`. The target's hidden state is
-multiplied by the target's frozen language model head. The drafter's hidden state is multiplied by
-the same head (DFlash), or by a trained head of the drafter (DART).
+A row is one drafted position of one block. At row i, two distributions are compared: the drafter's,
+from its hidden state `hidden[i]`, and the target's, from its hidden state
+`teacher_hidden[teacher_rows[i]]`. The target's hidden state is multiplied by the target's frozen
+language model head. The drafter's hidden state is multiplied by the same head (DFlash), or by a
+trained head of the drafter (DART).
 
 Logits exist for one chunk of rows at a time. The forward pass already computes the gradients with
 respect to `hidden` and to a trained head, and saves only these gradients for the backward pass.
@@ -121,8 +122,9 @@ def compute_divergence_loss(
         applied. None without such a head.
 
     `inputs.config` selects the divergence and the position weights. If `marginal_weight` is not 0,
-    the divergence of the logits before the correction is added with this weight. Logits are
-    float32, or float64 for float64 inputs. Drafted positions of weight 0 are not computed.
+    a second divergence is added to the loss with this weight: that of the logits before the
+    correction. Logits are float32, or float64 for float64 inputs. Nothing is computed for drafted
+    positions of weight 0.
     """
     chunk_plan = inputs.chunk_plan
     if chunk_plan is None:

@@ -231,8 +231,8 @@ def merge_and_write_evaluation(
     if breaks_losslessness(result):
         log.print_line(
             f"!!! NOT LOSSLESS at step {result.step}: greedy outputs differ from baseline "
-            "decoding in float32. This is a bug of this program or machine, not of the drafter. "
-            f"See {folder}/evaluation/evaluation.json"
+            "decoding in float32. This is a bug of this program or a fault of the machine, not "
+            f"of the drafter. See {folder}/evaluation/evaluation.json"
         )
 
 
@@ -335,8 +335,8 @@ def write_and_print_final_report(run: Path, log: RunLog) -> None:
     if wrong_steps:
         raise RunAborted(
             "greedy outputs differ from baseline decoding in float32 (step "
-            f"{', '.join(wrong_steps)}). This is a bug of this program or machine. See "
-            f"evaluation.json of these checkpoints and {page}, and report the bug"
+            f"{', '.join(wrong_steps)}). This is a bug of this program or a fault of the machine. "
+            f"See evaluation.json of these checkpoints and {page}, and report the bug"
         )
 
 

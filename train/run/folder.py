@@ -290,7 +290,8 @@ def find_frequent_tokens(
     dataset: "StoredFeatures | Dataset", num_tokens: int, target: Target
 ) -> torch.Tensor:
     """Return the ids of the tokens that occur most often at training positions with a loss,
-    (num_tokens,) int64, in ascending order. They become the drafter's reduced vocabulary.
+    (num_tokens,) int64, in ascending order. They become the drafter's reduced vocabulary, the only
+    tokens that it scores.
 
     Special tokens are always included, because a drafter must be able to draft the end of an
     output.

@@ -321,7 +321,8 @@ def describe_run(
     device: torch.device,
 ) -> list[str]:
     """Return the lines of the run's overview: one each about the target, the data, and the run's
-    length and precision. If the drafter has a reduced vocabulary, a fourth line describes it.
+    length and precision. If the drafter has a reduced vocabulary (it scores only some of the
+    target's tokens), a fourth line describes it.
 
     draft_tokens: (num_tokens,) the token ids of the reduced vocabulary, or None.
     """
