@@ -32,10 +32,9 @@ from infer.utils.renamed_options import rename_old_options
 # Settings that do not change answers. They may differ when a run continues the file of an earlier
 # run. data.bad_rows occurs only in files of earlier versions.
 SETTINGS_NOT_CHANGING_REGENERATED_ANSWERS = ("data.bad_rows", "data.max_invalid_fraction")
-# Maximum number of examples that are in progress or finished but not yet yielded, divided by the
-# batch size of the engine. Records are yielded in the order of the examples, so a slow example
-# holds back the finished ones after it. With a larger number, the batch stays full for a longer
-# time while this example runs.
+# Maximum number of started examples whose record is not yielded yet, per batch row of the engine.
+# Records are yielded in the order of the examples, so finished examples wait for a slow one before
+# them. With a larger number, the batch stays full for a longer time while the slow example runs.
 MAX_UNYIELDED_EXAMPLES_PER_BATCH_ROW = 4
 REGENERATION_PROMPT_END_TOKENS_SEARCHED = (
     8  # "<think>" is searched in this number of tokens at the end of a prompt
@@ -176,7 +175,8 @@ def regenerate_answers(
 
     answers, last_answer = repair_record_file(out)
     failures, last_failure = repair_record_file(failed_path)
-    # Records are written in the order of the examples, so all examples up to this one are finished.
+    # Records are written in the order of the examples, so all examples up to `last_index` are
+    # finished.
     last_index = max(last_answer, last_failure)
     remaining_examples = (example for example in examples if example.index > last_index)
     finished = answers + failures

@@ -339,7 +339,8 @@ def write_ngrams(
             return
         # Typed as Any, because `count_ngrams` expects lists of ids, and the documents are arrays.
         documents: Any = iterate_documents(dataset)
-        # Typed as Any, because the digest is None without a tokenizer; here there is always one.
+        # Typed as Any, because the digest is None without a tokenizer; here there is always a
+        # tokenizer.
         digest: Any = target.tokenizer_digest
         count_ngrams(
             documents,
