@@ -175,8 +175,7 @@ def regenerate_answers(
 
     answers, last_answer = repair_record_file(out)
     failures, last_failure = repair_record_file(failed_path)
-    # Records are written in the order of the examples, so all examples up to `last_index` are
-    # finished.
+    # All examples up to this index are finished, because records are written in their order.
     last_index = max(last_answer, last_failure)
     remaining_examples = (example for example in examples if example.index > last_index)
     finished = answers + failures
