@@ -1,7 +1,8 @@
 """Read the source files of the Python standard library as text documents.
 
-Every machine with Python has these files, so a first training run needs no download. The embedded
-target was pre-trained on these files and on prose such as Python's language reference.
+Every machine with Python has these files, so a first training run needs no download. The small
+target model in this repository was pre-trained on these files and on prose such as Python's
+language reference.
 """
 
 import hashlib

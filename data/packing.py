@@ -97,9 +97,9 @@ def best_fit_decreasing(lengths: Iterable[int], capacity: int) -> Iterator[list[
     """Distribute segments over packed sequences; yield the segment indices of each packed sequence.
 
     The method is best-fit decreasing bin packing: the longest segments are placed first, each into
-    the fullest packed sequence that has enough space. Every PACKING_GROUP_SEGMENTS consecutive
-    segments are packed separately. The indices of a packed sequence are sorted. The packed
-    sequences of a group are sorted by their first index.
+    the fullest packed sequence that has enough space. Each group of PACKING_GROUP_SEGMENTS
+    consecutive segments is packed separately. The indices of a packed sequence are sorted. The
+    packed sequences of a group are sorted by their first index.
 
     lengths: number of tokens of each segment, at most `capacity`
     capacity: number of tokens of a packed sequence
@@ -293,9 +293,8 @@ def tokenize_batch(
 
 
 def count_rejected_examples(tokenized: "Dataset", counts: ExampleCounts) -> ExampleCounts:
-    """Return updated counts, in which the examples that tokenisation rejected are no longer used.
-
-    They are counted as excluded or invalid instead.
+    """Return a copy of the counts in which the examples that tokenisation rejected are counted as
+    excluded or invalid, and no longer as used.
 
     tokenized: data set with the columns that `tokenize_batch` returns
     counts: counts of the examples before tokenisation

@@ -1,7 +1,7 @@
 """Select prompts for evaluation, as token ids.
 
-Held-out prompts come from the examples of the user's data that training does not read. Outside
-prompts are fixed prompts of this package, which are not in the user's data.
+Held-out prompts are made from the examples of the user's data that training does not read. Outside
+prompts are fixed prompts in a file of this package. They are not from the user's data.
 """
 
 import json
@@ -72,14 +72,14 @@ def select_evaluation_prompts(
     prompt_tokens: int,
     external_count: int = 0,
 ) -> list[Prompt]:
-    """Return `count` held-out prompts, and `external_count` prompts of this package.
+    """Return `count` held-out prompts, and `external_count` prompts that are not from the data.
 
-    Each kind of prompt, such as starts of texts, has about the same number of held-out prompts. If
-    they are too few, prompts from the middle of long texts are added, and then the first halves of
-    short texts. A small data set may still give fewer than `count` prompts.
+    About the same number of held-out prompts is of each kind, such as starts of texts. If there are
+    fewer than `count`, prompts from the middle of long texts are added, and then the first halves
+    of short texts. A small data set may still give fewer than `count`.
 
     prompt_tokens: number of tokens of a prompt; for a chat, the maximum number
-    external_count: number of prompts to add that are not from the data, at most `count`
+    external_count: number of prompts from the file of this package, at most `count`
 
     Raises ValueError if the held-out examples contain no prompt, or `count` is 0.
     """
@@ -99,7 +99,7 @@ def select_evaluation_prompts(
             with suppress(ValueError):
                 ids = _select_chat_prompt(example["chat"], tokenizer, prompt_tokens, number)
                 add_prompt(ids, _name_chat_kind(len(ids)))
-        elif example["prompt"]:  # use its last `prompt_tokens` tokens
+        elif example["prompt"]:  # use the last tokens of the recorded prompt
             add_prompt(tokenizer(example["prompt"])["input_ids"][-prompt_tokens:], "prompts")
         else:
             ids = tokenizer(example["text"])["input_ids"]
@@ -194,8 +194,9 @@ def load_external_prompts(
                 if len(ids) > prompt_tokens:
                     ids = ids[-prompt_tokens:]
                     text = cast("str", tokenizer.decode(ids, clean_up_tokenization_spaces=False))
-                    # The text may be tokenised differently, for example if the cut is inside a
-                    # character. A server could then not get the same prompt.
+                    # The decoded text may have other token ids, for example if the prompt starts
+                    # inside a character. A server that gets this text would then decode another
+                    # prompt.
                     if tokenizer(text)["input_ids"] != ids:
                         text = ""
             prompts.append(Prompt(ids, record["kind"], EXTERNAL_PROMPTS_GROUP_NAME, text, as_chats))

@@ -42,7 +42,7 @@ def build_question_prompt(
 
     system: system prompt of the chat; None for a chat without a system prompt
 
-    Raises ValueError if the chat template does not show the system prompt, or has no text before a
+    Raises ValueError if the chat template leaves out the system prompt, or puts no text before a
     user message.
     """
     messages = [{"role": "system", "content": system}] if system else []
@@ -62,7 +62,7 @@ def build_question_prompt(
 
     if system and system.strip() not in text:
         raise ValueError(
-            "questions.system cannot be used: the chat template of this model does not show "
+            "questions.system cannot be used: the chat template of this model leaves out "
             "system prompts; remove questions.system"
         )
     if not text:

@@ -20,8 +20,8 @@ from data.chat import normalise_example, require_type
 from data.corpus import read_stdlib_documents
 from data.counts import ExampleCounts, ExcludedExample, InvalidExample, get_error_reason
 
-# Training examples for source=embedded: answers that the embedded target (the small model in this
-# repository) generated for prompts from its own training text.
+# Training examples for source=embedded: outputs of the small target model in this repository. Their
+# prompts are from the text on which this model was trained.
 EMBEDDED_TARGET_ANSWERS_FILE = Path(__file__).resolve().parent / "embedded" / "answers.jsonl"
 
 DATA_SOURCES = ("embedded", "stdlib", "jsonl", "hub", "mixture", "self")
@@ -64,10 +64,11 @@ class MixtureDataset:
 class DataConfig:
     """The training data.
 
-    source: 'embedded' is outputs of the embedded target, 'stdlib' is source files of Python's
-        standard library, 'jsonl' is your own files, 'hub' is a data set of the Hugging Face hub,
-        'mixture' is several data sets, 'self' is questions that the target generates (only for the
-        command regenerate). If `path` is an existing file or folder, the source is 'jsonl'
+    source: 'embedded' is outputs of the small target model in this repository, 'stdlib' is source
+        files of Python's standard library, 'jsonl' is your own files, 'hub' is a data set of the
+        Hugging Face hub, 'mixture' is several data sets, 'self' is questions that the target
+        generates (only for the command regenerate). If `path` is an existing file or folder, the
+        source is 'jsonl'
     path: with source 'jsonl' a file, or a folder with .jsonl, .jsonl.gz, .parquet and .txt files (a
         .txt file is one text); with source 'hub' the name of the data set, or a folder with a copy
         of the data set and its README.md
@@ -180,14 +181,15 @@ def looks_like_local_path(path: str) -> bool:
 
 
 def refuse_embedded_answers(config: DataConfig, target_path: str, alternatives: str = "") -> None:
-    """Raise ValueError if the data are answers of the embedded target, but another target is used.
+    """Raise ValueError if the data are answers of the small target model in this repository, but
+    another target is used.
 
     target_path: the option target.path
     alternatives: text for the error message that names more data sources, such as ", or data=self"
     """
     if config.source == "embedded" and target_path != "embedded":
         raise ValueError(
-            "data.source=embedded has answers of the embedded target, not of "
+            "data.source=embedded has answers of the small target model in this repository, not of "
             f"target.path={target_path}; use data.path=<your files>, data=stdlib{alternatives}"
         )
 

@@ -105,7 +105,8 @@ class QuestionSet:
     def local_file_stem(self) -> str:
         """The name, without suffix, of the file with this question set in suite.folder.
 
-        Question sets with a category share a file, which has the name of their configuration.
+        All question sets with a category that have the same `configuration` share one file, which
+        has the name of this configuration.
         """
         if self.category is None:
             return self.name

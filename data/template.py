@@ -1,4 +1,4 @@
-"""Render chats with the tokenizer's chat template and mark which tokens the target generated.
+"""Render chats with the tokenizer's chat template, and find out which tokens the target generated.
 
 Only tokens that the target generated carry loss (are trained on). To locate these tokens, a chat is
 rendered twice: once as it is, and once with placeholders instead of the answers. Some templates,
@@ -45,9 +45,9 @@ ANSWER_SECTION_PLACEHOLDER_PATTERN = re.compile(
     f"({'|'.join(ANSWER_SECTION_PLACEHOLDERS.values())})([0-9]+)Z"
 )
 
-ANSWER_CHANGED_EXCLUSION_REASON = "the chat template does not show an answer unchanged"
+ANSWER_CHANGED_EXCLUSION_REASON = "the chat template changes or leaves out an answer"
 TOOL_CALLS_CHANGED_EXCLUSION_REASON = (
-    "the chat template does not show the tool calls of an answer unchanged"
+    "the chat template changes or leaves out the tool calls of an answer"
 )
 
 
@@ -74,7 +74,8 @@ TextWithSpans = tuple[str, list[LossSpan]]
 
 @dataclass(frozen=True)
 class TemplateMarkers:
-    """The texts that a chat template puts around an answer, and where it reads reasoning.
+    """The texts that a chat template puts around an answer, and the message key from which it reads
+    the reasoning.
 
     generation_prompt: the text that the template adds before an answer is generated
     answer_suffix: the text that the template adds after an answer
@@ -182,12 +183,12 @@ def prepare_messages(tokenizer: "PreTrainedTokenizerBase", chat: dict) -> list[d
 
     Reasoning is moved to the key from which the template reads reasoning. If there is no such key,
     it is moved into the content. Keys that only training uses are removed. Raises ExcludedExample
-    if the chat has tools or reasoning and the template cannot show them.
+    if the chat has tools or reasoning and the template would leave them out.
     """
     template = get_template_source(tokenizer)
     markers = detect_template_markers(tokenizer, chat["template"])
     if chat["tools"] and not re.search(r"\btools\b", template):
-        raise ExcludedExample("the chat template does not put the tools into the prompt")
+        raise ExcludedExample("the chat template leaves out the definitions of the tools")
 
     messages = []
     for index, original in enumerate(chat["messages"]):
@@ -203,7 +204,7 @@ def prepare_messages(tokenizer: "PreTrainedTokenizerBase", chat: dict) -> list[d
             elif "</think>" in template:
                 message["content"] = _join_reasoning(reasoning, message["content"])
             else:
-                reason = "the chat template does not show the reasoning of an answer"
+                reason = "the chat template leaves out the reasoning of an answer"
                 raise ExcludedExample(reason, f"message {index}")
         messages.append(message)
     return messages
@@ -308,7 +309,7 @@ def _insert_placeholders(answer: dict, index: int) -> dict:
             result[name] = placeholders["reasoning"]
 
     # Reasoning in <think> tags within the content stays within the content, because some templates
-    # show it differently from reasoning with a separate key.
+    # render it differently from reasoning with a separate key.
     inline = INLINE_REASONING_PATTERN.fullmatch(answer["content"])
     if inline:
         reasoning = inline[1] + placeholders["reasoning"] + inline[3]
@@ -341,8 +342,8 @@ def locate_answers(
     locations: dict[int, AnswerLocation] = {}
     position = len(prefix) if rendered.startswith(prefix) else len(rendered)
 
-    # `fragments` has three entries for each placeholder: its word, its message index, and the text
-    # between this placeholder and the next one.
+    # `fragments` has three entries for each placeholder: the placeholder's word, the index of its
+    # message, and the text between this placeholder and the next one.
     for word, number, suffix in zip(fragments[::3], fragments[1::3], fragments[2::3], strict=True):
         index = int(number)
         section = section_names[word]
@@ -407,7 +408,7 @@ def _check_tool_results(messages: list[dict], rendered: str) -> None:
     for index, message in enumerate(messages):
         longest_word = max(re.findall(r"\w+", message["content"]), key=len, default="")
         if message["role"] == "tool" and longest_word not in rendered:
-            reason = "the chat template does not show the result of a tool"
+            reason = "the chat template leaves out the result of a tool"
             raise ExcludedExample(reason, f"message {index}")
 
 
@@ -451,7 +452,8 @@ def _find_loss_span(
         end = rendered.find(suffix, name_end) if suffix else len(rendered)
         if end < 0:
             raise ExcludedExample(
-                "in this chat template an answer with tool calls has another end than one without"
+                "in this chat template, the text after an answer with tool calls differs from the "
+                "text after an answer without them"
             )
     return LossSpan(start, end, answer)
 
@@ -509,8 +511,9 @@ def tokenize_with_loss_mask(
 ) -> tuple[list[int], list[bool]]:
     """Tokenise a text. Return its token ids, and for each token id whether it carries loss.
 
-    If the example contains token ids for an answer, and these decode to the text of the answer,
-    they are used. Tokenising the text could give other token ids than the target generated.
+    If the example contains the token ids of an answer, and they decode to the text of the answer,
+    the result contains these ids. Tokenising the text could give other ids than the target
+    generated.
 
     spans: the character ranges that carry loss
     """

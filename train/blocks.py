@@ -1,8 +1,8 @@
 """The training blocks of a drafter.
 
 A block starts at an anchor, a token position of a packed sequence. The drafter gets the anchor's
-token and predicts the tokens after it, the labels. Each packed sequence has a fixed number of
-anchor slots, some of which can be empty.
+token and predicts the tokens after it, the labels. The tensors have the same number of slots for
+every packed sequence. A slot holds one block or is empty.
 
 Shapes: B packed sequences, T tokens each.
 """
@@ -77,15 +77,16 @@ def draw_anchors(
     anchor.
     max_per_document: maximum number of anchors in a document, None for no limit.
 
-    Returns two tensors of shape (B, num_slots): the sorted token positions of the anchors, int64,
-    and whether each slot has an anchor, bool.
+    Returns two tensors of shape (B, num_slots): the token positions of the anchors (int64, sorted),
+    and whether each slot has an anchor (bool).
 
     The sampling is stratified. The tokens at which an anchor is allowed (the candidates) are
-    divided into num_slots consecutive ranges of equal size, and slot j draws uniformly from range
-    j. Neighbouring ranges can share a candidate, because their size need not be an integer. If slot
-    j - 1 drew the shared candidate, slot j takes the next free one. No candidate is drawn twice,
-    and the number of anchors in a document is proportional to the number of its candidates. Slots
-    beyond the number that `count_available_anchors` returns stay empty.
+    divided into num_slots consecutive ranges of equal size. The anchor of slot j is drawn uniformly
+    from range j. Neighbouring ranges can share a candidate, because their size need not be an
+    integer. If the shared candidate is already the anchor of slot j - 1, slot j gets the next
+    candidate. No candidate is drawn twice. The number of anchors in a document is proportional to
+    the number of its candidates. If a sequence has fewer candidates than slots, its last slots stay
+    empty.
     """
     candidates = find_anchor_candidates(loss, documents)  # (B, T)
     counts = candidates.sum(1, keepdim=True)  # (B, 1)

@@ -25,8 +25,8 @@ class ChunkPlan(NamedTuple):
     chunks.
 
     The rows are sorted by their teacher row, the index of the target's hidden state that the row is
-    compared with. The plan is computed on the host together with the blocks. The sizes of the
-    chunks therefore need not be copied from the device.
+    compared with. The plan is computed on the host together with the blocks. The host therefore
+    need not wait for a GPU to know the sizes of the chunks.
     """
 
     # (num_rows,) int64 indices of the drafted positions that have a positive weight in the loss
@@ -57,7 +57,7 @@ def plan_chunks(
     )
 
     ranges = []
-    boundary_rows = []  # for every chunk, the index of its first row and that of its last row
+    boundary_rows = []  # for every chunk, the indices of its first and its last row
     for start in range(0, len(rows), max_chunk_rows):
         end = min(start + max_chunk_rows, len(rows))
         ranges.append((start, end))

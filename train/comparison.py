@@ -1,5 +1,5 @@
-"""The comparison of drafter and target at one chunk of drafted positions: the divergences and their
-gradients.
+"""Compute the divergences between target and drafter at one chunk of drafted positions, and the
+gradients of the divergences.
 
 A row is one drafted position. A row's teacher row is the context position whose hidden state gives
 the target's distribution for the row. Several rows can have the same teacher row. p is the target's
@@ -14,8 +14,8 @@ from train.divergences import SMALLEST_NORMAL_FLOAT32, Divergence, DivergenceChu
 
 # number of logits that are processed together on a CPU; they fit into the CPU's caches
 LOGITS_PER_CPU_LOSS_SLICE = 1 << 18
-# The logit of tokens that are left out of the comparison of drafter and target. After softmax,
-# their probability is rounded to 0, and their log-probability is finite.
+# Replaces the logits of tokens that are excluded from the divergence. After softmax, the
+# probability of these tokens is rounded to 0, and their log-probability is finite.
 LOGIT_OF_NON_CANDIDATE_TOKENS = -1e4
 
 
@@ -72,14 +72,14 @@ def _count_slice_rows(logits: torch.Tensor) -> int:
 
 
 class RowComparison(NamedTuple):
-    """The results of a comparison of the drafter with the target at some drafted positions. Each
-    tensor has one entry per position."""
+    """The divergences between target and drafter at some drafted positions, and further statistics
+    of these positions. Each tensor has one entry per position."""
 
     divergences: torch.Tensor  # in nats
     agrees: torch.Tensor  # bool: whether drafter and target have the same likeliest token
     label_log_probs: torch.Tensor  # the drafter's log-probability of the true token
     # The sum of min(p, q) over the vocabulary, for the target's distribution p and the drafter's q.
-    # None if it was not needed.
+    # None if it was not computed.
     overlap: torch.Tensor | None
 
 

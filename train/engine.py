@@ -188,8 +188,8 @@ def collect_unsharded_state(
 
     moments: the optimiser's attribute `state`.
 
-    Keys of the returned dictionary are the names of parameters and buffers. Keys of the optimiser's
-    state are <parameter name>/exp_avg, <parameter name>/step etc.
+    The keys of weights and buffers in the returned dictionary are their names. The keys of the
+    optimiser's state are <parameter name>/exp_avg, <parameter name>/step etc.
     """
     state = dict(model.named_buffers())
     for name, parameter in model.named_parameters():
@@ -276,8 +276,8 @@ def restore_optimizer_state(
         restore_unsharded_moments(drafter, moments, state)
         return
 
-    # Create moments for the flat parameters. Their keys are those of the first parameter, because
-    # all parameters have the same keys.
+    # Create the optimiser's state of the flat parameters. It has the same keys for all parameters,
+    # for example "exp_avg", so the keys of the first parameter are used.
     parameters = dict(drafter.named_parameters())
     optimizer_state = {name: value for name, value in state.items() if "/" in name}
     prefix = f"{next(iter(parameters))}/"

@@ -393,7 +393,7 @@ class StoredFeatures:
             for name in opened.keys():  # noqa: SIM118
                 row[name] = opened.get_slice(name)[row_number]
             if not {*STORED_FEATURE_INPUT_COLUMN_DTYPES, "context", "last"} <= row.keys():
-                raise ValueError(f"columns are missing; it has only {', '.join(row)}")
+                raise ValueError(f"columns are missing; the file has only {', '.join(row)}")
         except (SafetensorError, OSError, IndexError, ValueError) as error:
             raise ValueError(
                 f"{file} is truncated or altered ({error}): restore it, or store the features "

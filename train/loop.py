@@ -170,15 +170,16 @@ def run_step(run: RunState, prefetcher: BatchPrefetcher, log: RunLog) -> dict:
 
 
 def count_consecutive_skips(run: RunState, metrics: dict, skipped_before: int, log: RunLog) -> int:
-    """Return how many of the last steps were skipped in a row; 0 if the last step was not skipped.
+    """Return how many steps in a row were skipped, up to and including the newest step. Return 0 if
+    the newest step was not skipped.
 
     A step is skipped if its loss or gradient is not finite; `metrics["grad_norm"]` is then None.
 
-    metrics: the metrics of the last step, from `run_step`. skipped_before: the result of this
-    function for the step before the last one.
+    metrics: the metrics of the newest step, from `run_step`. skipped_before: the result of this
+    function for the step before the newest one.
 
-    If the last step was skipped, its packed sequences are written to the log. Raises RunAborted if
-    MAX_CONSECUTIVE_SKIPPED_STEPS steps in a row were skipped.
+    If the newest step was skipped, the indices of its packed sequences are printed. Raises
+    RunAborted if MAX_CONSECUTIVE_SKIPPED_STEPS steps in a row were skipped.
     """
     if metrics["grad_norm"] is not None:
         return 0

@@ -3,21 +3,24 @@ chunks of rows.
 
 `train/divergences.py` has the formulas, `train/comparison.py` compares one chunk of rows.
 
-A row is one drafted position of one block. Row i compares the drafter's hidden state `hidden[i]`
-with the target's hidden state `teacher_hidden[teacher_rows[i]]`. The target's hidden state is
-multiplied by the target's frozen language model head. The drafter's hidden state is multiplied by
-the same head (DFlash), or by a trained head of the drafter (DART).
+A row is one drafted position of one block. At row i, two distributions are compared: the drafter's,
+from its hidden state `hidden[i]`, and the target's, from its hidden state
+`teacher_hidden[teacher_rows[i]]`. The target's hidden state is multiplied by the target's frozen
+language model head. The drafter's hidden state is multiplied by the same head (DFlash), or by a
+trained head of the drafter (DART).
 
 Logits exist for one chunk of rows at a time. The forward pass already computes the gradients with
 respect to `hidden` and to a trained head, and saves only these gradients for the backward pass.
-D-PACE's weights depend on how well a block was drafted and are known only after the last chunk. The
-gradients of `hidden` can still be multiplied by these weights, row by row. The gradient of a
-trained head is a sum over rows, so weights cannot be applied to it afterwards. For a trained head,
-an additional forward pass therefore computes the weights first.
+D-PACE's weights of a block depend on the drafter's predictions for the whole block, so they are
+known only after the last chunk. The gradient with respect to `hidden` has one vector per row and
+can be multiplied by the weights afterwards. The gradient with respect to a trained head is a sum
+over rows, so weights cannot be applied to it afterwards. For a trained head, an additional forward
+pass therefore computes the weights first.
 
-A conditional head adds the correction `out @ vectors[i]` to the logits of row i (`LogitCorrection`,
-see `infer/drafters/heads/base.py`). The divergence is then that of the corrected distribution. The
-gradients with respect to `out` and `vectors` are computed in the same pass.
+A conditional head adds the correction `correction_matrix @ vectors[i]` to the logits of row i (see
+`LogitCorrection` and `infer/drafters/heads/base.py`). The divergence is then computed from the
+corrected logits. The gradients with respect to `correction_matrix` and `vectors` are computed in
+the same pass.
 """
 
 from dataclasses import dataclass, replace
@@ -47,8 +50,8 @@ class BlockLoss(NamedTuple):
 
 
 class LogitCorrection(NamedTuple):
-    """The low-rank correction of the logits by a conditional head: `out @ vectors[i]` is added to
-    the logits of row (drafted position) i."""
+    """The low-rank correction of the logits by a conditional head: `correction_matrix @ vectors[i]`
+    is added to the logits of row (drafted position) i."""
 
     vectors: torch.Tensor  # (num_rows, rank) one vector per drafted position
     correction_matrix: torch.Tensor  # (vocab_size, rank) weight matrix of the conditional head
@@ -58,8 +61,8 @@ def position_weights(config: ObjectiveConfig, num_drafted: int) -> torch.Tensor:
     """Return the weights that the drafted positions of a block have in the training loss,
     (num_drafted,) float32.
 
-    With position_weights=dpace, all of them are 1. D-PACE's real weights depend on the drafter's
-    predictions and are computed later (`Weighting.drafter_dependent_factor`).
+    With position_weights=dpace, this function returns only ones. D-PACE's real weights depend on
+    the drafter's predictions and are computed later (`PositionWeighting.drafter_dependent_factor`).
     """
     steps = torch.arange(num_drafted, dtype=torch.float32)
     return POSITION_WEIGHTINGS_BY_NAME[config.position_weights].position_weights(steps, config)
@@ -119,8 +122,9 @@ def compute_divergence_loss(
         applied. None without such a head.
 
     `inputs.config` selects the divergence and the position weights. If `marginal_weight` is not 0,
-    the divergence of the logits before the correction is added with this weight. Logits are
-    float32, or float64 for float64 inputs. Drafted positions of weight 0 are not computed.
+    a second divergence is added to the loss with this weight: that of the logits before the
+    correction. Logits are float32, or float64 for float64 inputs. Nothing is computed for drafted
+    positions of weight 0.
     """
     chunk_plan = inputs.chunk_plan
     if chunk_plan is None:
@@ -189,8 +193,8 @@ class _TrainedTensors(NamedTuple):
     hidden: torch.Tensor  # (num_rows, hidden_size) the drafter's hidden states
     # (vocab_size, hidden_size) weight of the drafter's language model head
     head: torch.Tensor
-    vectors: torch.Tensor | None = None  # (num_rows, rank) see LogitCorrection
-    out: torch.Tensor | None = None  # (vocab_size, rank) see LogitCorrection
+    vectors: torch.Tensor | None = None  # (num_rows, rank) LogitCorrection.vectors
+    out: torch.Tensor | None = None  # (vocab_size, rank) LogitCorrection.correction_matrix
 
 
 class _Gradients(NamedTuple):
@@ -208,9 +212,9 @@ class _ChunkedDivergence:
     chunk, and computes gradients. The constructor does the whole computation.
 
     drafted: the drafter's tensors, see `_TrainedTensors`.
-    needs_gradient: for each field of `drafted`, whether to compute its gradient. The gradients of
-        `hidden` and `vectors` are those of the unweighted divergences. The gradients of `head` and
-        `out` are those of the sum of the divergences, weighted by `row_weights`.
+    needs_gradient: for each field of `drafted`, whether to compute its gradient. For `hidden` and
+        `vectors`, these are gradients of the unweighted divergences. For `head` and `out`, these
+        are gradients of the sum of the divergences, weighted by `row_weights`.
     row_weights: (num_blocks, num_drafted), needed for the gradients of `head` and `out`.
 
     The results are the attributes `gradients`, `divergences`, `agrees`, `overlap` (as in
@@ -397,14 +401,14 @@ def _compute_logits(
 def _find_excluded_tokens(
     uncorrected: torch.Tensor, labels: torch.Tensor, top_k: int
 ) -> torch.Tensor:
-    """Return which tokens are left out of the comparison of drafter and target, because they are
-    not among the `top_k` candidates. The result has the shape (num_rows, vocab_size) bool.
+    """Return which tokens are excluded from the divergence between target and drafter, because they
+    are not among the `top_k` candidates. The result has the shape (num_rows, vocab_size) bool.
 
     uncorrected: (num_rows, vocab_size) the drafter's logits before the conditional head's
     correction. labels: (num_rows,) the true tokens.
 
-    The candidates of a row are the `top_k` likeliest tokens of these logits. If the label is not
-    among these tokens, it replaces the least likely one.
+    The candidates of a row are the `top_k` tokens with the largest uncorrected logits. If the true
+    token is not among these tokens, it replaces the last of them.
     """
     candidates = uncorrected.topk(top_k, dim=-1).indices  # (num_rows, top_k)
     label_missing = (candidates != labels[:, None]).all(-1)

@@ -164,8 +164,8 @@ def cosine_learning_rate(optim: OptimConfig, elapsed: float, total: float) -> fl
     """Return the learning rate of the next step. It rises linearly (warm-up), and then falls along
     half a cosine to zero.
 
-    elapsed: what is completed of the run, as a number of steps or in seconds. total: the length of
-    the run, in the same unit.
+    elapsed: the number of completed steps, or their duration in seconds. total: the length of the
+    whole run, in the same unit as `elapsed`.
     """
     warmup = max(1, round(optim.warmup_ratio * total))
     if elapsed < warmup:
@@ -177,8 +177,8 @@ def warmup_decay_factor(step: int, total: int, warmup_share: float, decay_share:
     """Return the learning rate of a step as a fraction of the peak rate. It rises linearly, stays
     constant, and falls linearly to zero.
 
-    step: number of the step, counted from 0. total: number of all steps. warmup, decay: fractions
-    of all steps in which the rate rises and in which it falls.
+    step: number of the step, counted from 0. total: number of all steps. warmup_share: fraction of
+    all steps in which the rate rises. decay_share: fraction of all steps in which the rate falls.
     """
     return min(
         (step + 1) / max(1, warmup_share * total), 1.0, (total - step) / max(1, decay_share * total)

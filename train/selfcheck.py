@@ -40,13 +40,13 @@ if TYPE_CHECKING:
     from train.features import StoredFeatures
 
 TRAINING_SELF_CHECK_BLOCK_COUNT = 3
-# The self-check compares the divergence at each drafted position with its reference value. The
-# error is relative to the reference value, or absolute if this value is below one nat. In float32
-# the largest error is limited. In bfloat16 only the mean error is limited, because bfloat16 has
-# fewer than three decimal digits and a single document is rounded differently from the same
-# document in a packed sequence. On the embedded target (12 layers, 24 batches, both drafter
-# families), the largest error was 1.4e-6 in float32 and 0.013 in bfloat16. Errors are larger with
-# targets of more layers.
+# The self-check compares the divergence at each drafted position with the divergence that the slow
+# computation gives. The error is the difference of the two divergences. It is divided by the slowly
+# computed divergence if that is above one nat. In float32 the largest error is limited. In bfloat16
+# only the mean error is limited, because bfloat16 has fewer than three decimal digits and a single
+# document is rounded differently from the same document in a packed sequence. With the small target
+# model in this repository (12 layers, 24 batches, both drafter families), the largest error was
+# 1.4e-6 in float32 and 0.013 in bfloat16. Errors are larger with targets of more layers.
 MAX_TRAINING_SELF_CHECK_FLOAT32_ERROR = 1e-4
 MAX_TRAINING_SELF_CHECK_MEAN_ERROR = 0.05
 
@@ -130,8 +130,8 @@ class TrainingLossCheck:
 
 @dataclass(frozen=True)
 class _ReferenceLoss:
-    """A slow computation of the training loss of single blocks, as the reference for the training
-    step."""
+    """A slow computation of the training loss of single blocks, with which the loss of the training
+    step is compared."""
 
     drafter: Drafter
     target: Target
@@ -279,8 +279,9 @@ class _ReferenceLoss:
         uncorrected: (vocab_size,) the logits before the correction. correction: (rank,) the vector
         that the head computed for this position. label: scalar, the true token.
 
-        Returns the corrected logits (vocab_size,), and whether each token is left out of the
-        comparison because it is not among the head's candidates, (vocab_size,) bool.
+        Returns the corrected logits (vocab_size,), and whether each token is excluded from the
+        divergence, (vocab_size,) bool. If `head.top_k` is not 0, all tokens are excluded except for
+        the `head.top_k` likeliest tokens and the true token.
         """
         head = self.drafter.conditional_head
         assert head is not None
@@ -291,7 +292,7 @@ class _ReferenceLoss:
         excluded = torch.zeros_like(uncorrected, dtype=torch.bool)
         if head.top_k:
             candidates = uncorrected.topk(head.top_k).indices
-            # if the label is not among the candidates, it replaces the least likely one
+            # if the true token is not among the candidates, it replaces the least likely candidate
             candidates[-1] = torch.where((candidates == label).any(), candidates[-1], label)
             excluded = torch.ones_like(excluded).index_fill(0, candidates, False)
         return logits, excluded

@@ -26,8 +26,8 @@ FLOAT32_BYTES = 4
 
 
 class StepSizes:
-    """The sizes that determine the memory of a training step: those of the target, of the drafter,
-    and of a micro-batch.
+    """The sizes of the target, of the drafter and of a micro-batch, which determine the memory of a
+    training step.
 
     hf_config: the target's Hugging Face configuration. batch_size: number of packed sequences in a
     micro-batch. None means `optim.batch_size`: a step has a single micro-batch.
@@ -133,8 +133,8 @@ def estimate_step_memory(
     # the same memory.
     target_pass = target_itemsize * sizes.context_tokens
     target_pass *= 3 * sizes.intermediate_size + 4 * sizes.hidden_size + sizes.query_size
-    # Estimate how many different hidden states of the target the drafter is compared with, per
-    # drafted position. Several drafted positions can share one (see chunk_plan.py).
+    # Estimated number of different hidden states of the target per drafted position. It is below 1
+    # if several drafted positions are compared with the same hidden state (see chunk_plan.py).
     distinct_share = min(1, sizes.context_tokens / sizes.drafted_positions)
     chunk_tensors = 4 if cuda else 1 + distinct_share
     chunk = FLOAT32_BYTES * chunk_tensors * sizes.chunk_rows * sizes.draft_vocabulary

@@ -2,9 +2,9 @@
 trained drafters on the same texts.
 
 A variant is the base configuration with some options changed. Each variant is trained once per
-seed, in an ordinary training run. The texts are the target's greedy answers to held-out prompts. A
-replay computes how many tokens each drafter would commit per round if these texts were decoded with
-it (infer/evaluation/replay.py).
+seed, in an ordinary training run. The texts are the target's greedy answers to held-out prompts.
+For each drafter, infer/evaluation/replay.py computes how many tokens per round decoding would
+commit if these texts were decoded with the drafter.
 """
 
 import json
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 STUDY_METHODS = ("chain", "ddtree")  # decoding methods, named as in infer.trees.methods
 STUDY_NODE_BUDGET = 16
-# Column titles. τ is the acceptance length. The last column has the acceptance length with trees,
-# divided by the acceptance length with trees of the base configuration.
+# Column titles. τ is the acceptance length. The last column is the ratio of two acceptance lengths
+# with trees: that of the variant, divided by that of the base configuration.
 STUDY_TABLE_COLUMNS = (
     "",
     "variant",
@@ -42,7 +42,7 @@ STUDY_TABLE_COLUMNS = (
 )
 # in the study's folder: the texts on which drafters are compared, and the base configuration
 STUDY_TEXTS_FILE = "texts.json"
-# in the folder of each run: the result of `DrafterComparer.replay_last_checkpoint`
+# in the folder of each run: the result of `DrafterMeasurer.replay_last_checkpoint`
 STUDY_RESULT_FILE = "study.json"
 NUM_TIMED_PROMPTS = 4  # number of prompts that are decoded to measure the duration of a round
 MAX_VARIANT_NAME_CHARACTERS = 150  # maximum length of a run's name without the seed
@@ -54,7 +54,7 @@ class StudyCommand:
     run again, it continues a study that was stopped, and adds new variants and seeds.
 
     base: options of the base configuration, which all runs have. The options for target, data and
-        evaluation decide which prompts are used for the comparison
+        evaluation decide on which prompts the drafters are compared
     variants: for each variant, the options that it changes, separated by spaces. "" is the base
         configuration itself
     seeds: number of runs per variant, with the seeds 0, 1, 2, ...
@@ -238,8 +238,8 @@ class DrafterMeasurer:
         dictionary are (variant, method), the values are seconds per round. The time of the prefill
         is included and divided among the rounds.
 
-        The drafters get the target's quantization, as in the command `eval`. Variants and methods
-        take turns in decoding the same prompts.
+        The drafters are quantized like the target. All variants and methods decode the same
+        prompts, interleaved, so that slow changes of the machine's speed affect all alike.
         """
         from infer.evaluation.measurement import DecodingVariant, measure_variants
         from infer.formats.checkpoint import load_drafter
@@ -275,9 +275,8 @@ def print_and_write_study_results(
     study.svg. The variant with the largest acceptance length with trees comes first.
 
     results: keys are variants, values are the results of their runs, from
-        `DrafterComparer.replay_last_checkpoint`. The first variant is the one that all variants are
-        compared with.
-    round_seconds: the result of `DrafterComparer.time_rounds`.
+        `DrafterMeasurer.replay_last_checkpoint`. All variants are compared with the first one.
+    round_seconds: the result of `DrafterMeasurer.time_rounds`.
     out: the folder to write to.
     """
     from infer.evaluation.charts import Chart, ChartLine, render_charts
@@ -322,7 +321,7 @@ def pool_acceptance_length(
     """Return the acceptance length over the texts of all runs, and its confidence interval [low,
     high]. The interval is None if there are too few texts to compute it.
 
-    runs: results of `DrafterComparer.replay_last_checkpoint`. method: one of STUDY_METHODS. If
+    runs: results of `DrafterMeasurer.replay_last_checkpoint`. method: one of STUDY_METHODS. If
     `base_runs` is given, the ratio of the acceptance lengths of `runs` and `base_runs` and the
     confidence interval of this ratio are returned instead.
     """

@@ -35,12 +35,13 @@ def format_sweep_table(folder: Path) -> str:
     """Return a Markdown table with one line for each run of a sweep.
 
     folder: the sweep's folder, which contains the runs' folders. The runs are sorted by their
-    acceptance length with chain drafting, the largest first. Runs without an evaluation come last.
+    acceptance length when each round drafts a chain (not a tree), the largest first. Runs without
+    an evaluation come last.
     """
     from infer.evaluation.results import Evaluation, read_result
     from infer.evaluation.tables import MISSING_CELL, format_markdown_table
 
-    # for each run, a tuple: the acceptance length with chain drafting, and the cells of the line
+    # for each run, a tuple: the acceptance length with drafted chains, and the cells of the line
     lines = []
     for checkpoints in folder.rglob("checkpoints"):
         run = str(checkpoints.parent.relative_to(folder))

@@ -315,8 +315,8 @@ class AnswerParser:
     OpenAI's API.
 
     prefix: the text that the parser reads before the answer, see `AnswerFormat.parser_prefix`
-    call_count: number of tool calls that were parsed so far
-    call_body: text so far of the tool call that is being parsed
+    call_count: number of the answer's tool calls that are already parsed
+    call_body: the text that has arrived of a tool call that is not complete yet
     trailing_spaces: keys are "content" and "reasoning_content". Values are white space at the end
         of these fields that was not returned yet. It is returned only if more text follows
     started_fields: names of the fields that already have text

@@ -29,10 +29,10 @@ FIRST_RETRY_DELAY_SECONDS = 1.0
 MAX_OUTAGE_SECONDS = 60.0  # the run ends if the server accepts no connection for this time
 CONNECT_TIMEOUT_SECONDS = 10.0
 READ_TIMEOUT_SECONDS = 600.0
-# Maximum number of examples that are in progress or finished but not yet yielded, divided by the
-# number of concurrent requests. Records are yielded in the order of the examples, so a slow example
-# holds back the finished ones after it. With a larger number, new requests can be sent for a longer
-# time while this example runs.
+# Maximum number of started examples whose record is not yielded yet, per concurrent request.
+# Records are yielded in the order of the examples, so finished examples wait for a slow one before
+# them. With a larger number, new requests can be sent for a longer time while the slow example
+# runs.
 MAX_STARTED_TASKS_PER_CONCURRENT_REQUEST = 4
 RETRYABLE_CLIENT_ERRORS = (408, 429)  # HTTP status codes 4xx after which a request is sent again
 # The field `owned_by` of a model shows which server it is: "vllm", or "local" for our server. Only
@@ -45,7 +45,7 @@ EXTRA_SAMPLING_OPTIONS = ("top_k", "min_p", "repetition_penalty", "ignore_eos")
 def build_request_body(task: RegenerationTask, model: str, options: DecodeOptions) -> dict:
     """Return the body of the HTTP request for the next output of an example.
 
-    task: the example and the outputs that were generated for it so far
+    task: the example, and the outputs that were already generated for it
     model: name of the model on the server
     """
     example = task.example
@@ -203,8 +203,8 @@ class OpenAIClient:
                 try:
                     error = await self._try_request_output(http, task)
                 except httpx.ConnectError as connect_error:
-                    # A failed connection has nothing to do with the example, so it is not counted
-                    # as a failed request for it.
+                    # A failed connection has nothing to do with the example, so it does not count
+                    # as one of the example's failed requests.
                     if time.monotonic() - last_response_time > MAX_OUTAGE_SECONDS:
                         raise ValueError(
                             f"server={self.url} has accepted no connection for "

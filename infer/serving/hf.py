@@ -185,7 +185,8 @@ def _submit_prompts(
         options = SamplingOptions(
             max_new_tokens=max_new_tokens,
             seed=seed,
-            # EosTokenCriteria, one of the stopping criteria of `generate`, handles end tokens.
+            # The engine ignores end tokens. EosTokenCriteria, one of the stopping criteria of
+            # `generate`, ends the sequence at an end token.
             ignore_eos=True,
             temperature=temperature if do_sample else 0.0,
             **sampling_options,
@@ -238,7 +239,7 @@ def _prepend_padding_for_processor(
     `processor`.
 
     The engine calls logits processors with the token ids of one batch row without padding. A
-    processor that counts positions needs the padding, too. After an end token, the scores are
+    processor that counts positions also needs the padding. After an end token, the scores are
     returned unchanged, because tokens after it are not part of the output.
 
     padding: the padding in front of the prompt, of shape (1, number of padding tokens)
@@ -310,7 +311,8 @@ def _replace_processors_by_options(
     all processors for each tree node.
 
     The engine applies a repetition penalty to the whole prompt without padding. A processor for a
-    repetition penalty is therefore replaced only if it ignores the padding and no other tokens.
+    repetition penalty is therefore replaced only if it applies the penalty to all prompt tokens
+    except for the padding.
     """
     order = list(SAMPLING_OPTIONS_BY_LOGITS_PROCESSOR)
     positions = []

@@ -115,7 +115,8 @@ class ToolCall(LenientModel):
 class Message(LenientModel):
     """A message of a chat.
 
-    An answer of this server or of another one can be sent back unchanged as a message.
+    An answer of this server, or of another server with OpenAI's API, can be sent back unchanged as
+    a message.
     """
 
     role: str
@@ -149,9 +150,7 @@ class Message(LenientModel):
 
     @property
     def any_reasoning(self) -> str | None:
-        """The reasoning: the value of `reasoning_content`, `reasoning` or `thinking`, whichever is
-        set first in this order.
-        """
+        """The first of `reasoning_content`, `reasoning` and `thinking` that is set."""
         return self.reasoning_content or self.reasoning or self.thinking
 
     def to_template_message(self) -> dict[str, Any]:

@@ -271,7 +271,7 @@ class ChatRequest(CompletionRequest):
     response_format: ResponseFormat | None = None
     tools: list[ToolDefinition] = Field(default_factory=list, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
-    # If a tool call is required: whether the answer may contain several
+    # whether an answer that must call a tool may contain several calls
     parallel_tool_calls: bool = True
 
     @model_validator(mode="after")

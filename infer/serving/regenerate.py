@@ -32,10 +32,9 @@ from infer.utils.renamed_options import rename_old_options
 # Settings that do not change answers. They may differ when a run continues the file of an earlier
 # run. data.bad_rows occurs only in files of earlier versions.
 SETTINGS_NOT_CHANGING_REGENERATED_ANSWERS = ("data.bad_rows", "data.max_invalid_fraction")
-# Maximum number of examples that are in progress or finished but not yet yielded, divided by the
-# batch size of the engine. Records are yielded in the order of the examples, so a slow example
-# holds back the finished ones after it. With a larger number, the batch stays full for a longer
-# time while this example runs.
+# Maximum number of started examples whose record is not yielded yet, per batch row of the engine.
+# Records are yielded in the order of the examples, so finished examples wait for a slow one before
+# them. With a larger number, the batch stays full for a longer time while the slow example runs.
 MAX_UNYIELDED_EXAMPLES_PER_BATCH_ROW = 4
 REGENERATION_PROMPT_END_TOKENS_SEARCHED = (
     8  # "<think>" is searched in this number of tokens at the end of a prompt
@@ -165,8 +164,8 @@ def regenerate_answers(
     max_failures: maximum number of examples that may fail
     total: number of examples; None means `len(examples)`
 
-    Returns the numbers of examples with the keys "answers" and "failed". Raises ValueError if `out`
-    was started with other settings or too many examples fail, and RunAborted if the disk is full.
+    Returns the numbers of answered ("answers") and failed examples ("failed"). Raises ValueError if
+    `out` has other settings or too many examples fail, and RunAborted if the disk is full.
     """
     failed_path = Path(f"{out}.failed")
     total = len(cast(Sized, examples)) if total is None else total
@@ -176,14 +175,15 @@ def regenerate_answers(
 
     answers, last_answer = repair_record_file(out)
     failures, last_failure = repair_record_file(failed_path)
-    # Records are written in the order of the examples, so all examples up to this one are finished.
+    # All examples up to this index are finished, because records are written in their order.
     last_index = max(last_answer, last_failure)
     remaining_examples = (example for example in examples if example.index > last_index)
     finished = answers + failures
     progress = Progress("regenerating", "examples", finished)
 
     def count_finished() -> None:
-        """Report progress. The record is written after those of all earlier examples."""
+        """Count one more finished example, and report the progress. Its record is written later,
+        after the records of all earlier examples."""
         nonlocal finished
         finished += 1
         progress(finished, total, f"{failures} failed" if failures else "")

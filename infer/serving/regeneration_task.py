@@ -171,9 +171,9 @@ class RegenerationTask:
             self.record = {"index": self.example.index, "error": error}
 
     def _add_messages_until_assistant(self) -> None:
-        """Move the example's messages before its next assistant message to `messages`.
+        """Append the example's messages before its next assistant message to `messages`.
 
-        If there are none, finish the chat.
+        If there is no message before it, finish the chat.
         """
         previous_count = len(self.messages)
         while self._remaining and self._remaining[0]["role"] != "assistant":
@@ -209,8 +209,8 @@ def extract_tool_calls(message: dict) -> list[tuple[str, object]]:
     """Return (name, arguments) of every tool call of an assistant message.
 
     If the message has no entry "tool_calls", the calls are parsed from its content. If a call in
-    the content is malformed, [("", content)] is returned, so that a comparison with a list of valid
-    calls fails.
+    the content is malformed, [("", content)] is returned, which differs from every list of valid
+    calls.
     """
     functions = [call["function"] for call in message.get("tool_calls", ())]
     if not functions:

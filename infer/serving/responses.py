@@ -29,8 +29,8 @@ class SequenceDelta:
     logprobs: log-probabilities of the added tokens; empty if they were not requested
     finish_reason: "stop", "length", "cancelled" or "error" if the sequence has ended, else None
     drafted: number of draft tokens that were verified in the rounds that added the tokens
-    rejected_ids: ids of rejected draft tokens: of the rejected paths of the draft tree, the most
-        likely one; None if they were not requested
+    rejected_ids: ids of the draft tokens on the most likely rejected path of the draft tree; None
+        if they were not requested
     error: (HTTP status, message) if the sequence has failed, else None
     """
 
@@ -58,7 +58,7 @@ class DeltaParser(Protocol):
     The optional module `infer.serving.calls` implements it.
     """
 
-    call_count: int  # number of tool calls that were parsed so far
+    call_count: int  # number of the answer's tool calls that are already parsed
 
     def parse(self, text: str, is_final: bool) -> dict:
         """Return what the next piece of text adds to the message, as a delta of OpenAI's API.
@@ -165,7 +165,7 @@ class ResponseBuilder:
     def build_usage(self, completion_tokens: int, cached_tokens: int) -> dict:
         """Return the field "usage" of a response, which has token counts.
 
-        A prompt with several answers is counted once.
+        The tokens of a prompt with several answers are counted once.
 
         completion_tokens: number of generated tokens of all answers
         cached_tokens: number of prompt tokens that were found in the prefix cache
@@ -236,7 +236,7 @@ class CompletionBuilder(ResponseBuilder):
     def build_logprobs(self, delta: SequenceDelta) -> dict:
         """Return the field "logprobs" of a choice.
 
-        It has the log-probability of each token, and those of its most likely alternatives.
+        It has the log-probabilities of each token and of the most likely alternatives to it.
         """
         top_logprobs = []
         for entry in delta.logprobs:
@@ -300,7 +300,7 @@ class ChatBuilder(ResponseBuilder):
     def build_logprobs(self, delta: SequenceDelta) -> dict:
         """Return the field "logprobs" of a choice.
 
-        It has the log-probability of each token, and those of its most likely alternatives.
+        It has the log-probabilities of each token and of the most likely alternatives to it.
         """
         tokens = []
         for token_id, entry in zip(delta.ids, delta.logprobs, strict=True):

@@ -206,7 +206,7 @@ def test_counts_of_a_cached_data_set_equal_those_of_the_first_run(tokenizer, tmp
     assert counts == cached_counts
     assert (counts.used, counts.held_out, counts.total) == (10, 2, 16)
     assert counts.excluded == {
-        "the chat template does not show the reasoning of an answer": 1,
+        "the chat template leaves out the reasoning of an answer": 1,
         NO_ANSWER_EXCLUSION_REASON: 1,
     }
     assert counts.invalid == {

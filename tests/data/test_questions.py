@@ -74,7 +74,7 @@ def test_a_template_without_text_before_a_question_is_refused(tokenizer, monkeyp
     with pytest.raises(ValueError, match="needs a chat model whose chat template has text before"):
         build_question_prompt(tokenizer)
     monkeypatch.setattr(tokenizer, "chat_template", "{{ '[INST] ' + messages[-1].content }}")
-    with pytest.raises(ValueError, match="does not show system prompts"):
+    with pytest.raises(ValueError, match="leaves out system prompts"):
         build_question_prompt(tokenizer, "Be brief.")
 
 

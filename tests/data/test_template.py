@@ -295,13 +295,13 @@ LOWERCASE_TEMPLATE = CHATML_WITHOUT_SYSTEM.replace("m.content", "m.content | low
 @pytest.mark.parametrize(
     "template, messages, columns, message",
     [
-        (CHATML_WITHOUT_SYSTEM, SEPARATE_REASONING, {}, "does not show the reasoning of an answer"),
-        (CHATML_WITHOUT_SYSTEM, TOOL_CHAT, {}, "does not show the tool calls of an answer"),
+        (CHATML_WITHOUT_SYSTEM, SEPARATE_REASONING, {}, "leaves out the reasoning of an answer"),
+        (CHATML_WITHOUT_SYSTEM, TOOL_CHAT, {}, "changes or leaves out the tool calls of an answer"),
         (
             CHATML_WITHOUT_SYSTEM,
             TWO_TURNS,
             {"tools": ADD_TOOL},
-            "does not put the tools into the prompt",
+            "leaves out the definitions of the tools",
         ),
         (
             NO_RESULTS_TEMPLATE,
@@ -311,7 +311,7 @@ LOWERCASE_TEMPLATE = CHATML_WITHOUT_SYSTEM.replace("m.content", "m.content | low
         ),
         (UPPERCASE_TEMPLATE, TWO_TURNS[:2], {}, None),
         (TRIMMING_TEMPLATE, [user_message("a?"), answer(" \n A. \n")], {}, None),
-        (LOWERCASE_TEMPLATE, TWO_TURNS[:2], {}, "does not show an answer unchanged"),
+        (LOWERCASE_TEMPLATE, TWO_TURNS[:2], {}, "changes or leaves out an answer"),
         (THINKING_TEMPLATE, SEPARATE_REASONING, REASONING_OFF, "variables turn reasoning off"),
     ],
 )

@@ -198,7 +198,7 @@ def test_plan_data_and_training_count_alike(small, run_here, tmp_path, capsys):
     counts = count_examples(plan.print_plan)
     assert counts == count_examples(run_here) == count_examples(print_data)
     assert counts[0] == "examples   1,000 read: 801 used, 60 held out, 137 excluded, 2 invalid"
-    assert counts[1] == "excluded   137: the chat template does not show the reasoning of an answer"
+    assert counts[1] == "excluded   137: the chat template leaves out the reasoning of an answer"
     assert counts[2] == "invalid    2: not valid JSON"
     assert f"{file}, line 702: not valid JSON" in counts[3]
 

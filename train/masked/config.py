@@ -23,8 +23,9 @@ class DiffusionConfig:
     weighting: how masked tokens are weighted in the loss. With 'elbo' the loss is an estimate of
         the upper bound on the negative log-likelihood; with 'flat' every masked token has weight 1
     path: the training data, a file or folder of texts or chats (see data/rows.py). null means half
-        the Python standard library and half outputs of the embedded target. The upper bound on the
-        negative log-likelihood is measured on held-out text of path, or of the standard library
+        the Python standard library and half outputs of the small target model in this repository.
+        The upper bound on the negative log-likelihood is measured on held-out text of path, or of
+        the standard library
     length: number of tokens of a packed sequence; longer documents are split
     batch_size: packed sequences per step
     steps: number of training steps

@@ -3,9 +3,9 @@ and becomes bidirectional.
 
     ./launch.sh diffusion     # writes runs/embedded-diffusion; less than half an hour on one core
 
-The class of the model stays the same (`Qwen3ForCausalLM` for the embedded target). The model is run
-with an attention mask that lets every token see its whole document. The model's outputs stay
-shifted, as in Dream: the output at position i - 1 predicts the token at i. Training uses a single
+The model keeps the class of the causal model, for example `Qwen3ForCausalLM`, but is run with an
+attention mask that lets every token see its whole document. As in the causal model and in
+Dream, the output at position i - 1 predicts the token at position i. Training uses a single
 process, without DeepSpeed.
 
     <out>/model/          config.json with mask_token_id and masked_diffusion, model.safetensors,

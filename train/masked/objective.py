@@ -62,8 +62,8 @@ def sample_noise(documents: torch.Tensor, generator: torch.Generator) -> Masking
     documents: (B, num_tokens) document number of each token, -1 for padding.
 
     The noise levels (masking probabilities) of a batch are evenly spread over (0, 1], as in MDLM's
-    low-discrepancy sampler. Each single level is uniformly distributed. The mean of all levels
-    varies less than that of independent levels.
+    low-discrepancy sampler. Each single level is uniformly distributed. The mean of these levels
+    varies less than the mean of independent levels.
     """
     batch_size, length = documents.shape
     num_documents = int(documents.max()) + 1 if documents.numel() else 0
@@ -84,8 +84,8 @@ def mask_block_and_later_tokens(
 
     batch: the columns ids, positions, documents and loss of packed sequences, (B, num_tokens) each.
     noise: the random numbers that decide what is masked.
-    block_lengths: (B,) number of tokens with loss in a block. With num_tokens or more, a document
-        is a single block.
+    block_lengths: (B,) number of tokens with loss per block. If it is num_tokens or more, a
+        document is a single block.
 
     Returns the ids with mask tokens (B, num_tokens), and the weight of each token's cross-entropy
     (B, num_tokens). The weight is 0 at tokens that are not predicted. Before and inside the block,

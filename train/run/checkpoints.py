@@ -107,8 +107,9 @@ def save_checkpoint(
 
 
 def save_rolling_state(run: Path, step: int, drafter: Drafter, engine: "DeepSpeedEngine") -> Path:
-    """Save the training state without the drafter, and remove the previously saved rolling state.
-    Return the folder of the new state. All processes must call this function together."""
+    """Save the training state without the drafter (a rolling state), and remove the previous
+    rolling state. Return the folder of the new one. All processes must call this function
+    together."""
     state = gather_training_state(drafter, engine)
     folder = run / "checkpoints" / f"rolling-{step:08d}"
     return run_on_first_process(lambda: _write_checkpoint(folder, step, state, None))
@@ -176,10 +177,10 @@ def remove_superseded_states(run: Path, step: int) -> None:
     """Remove the training states that are not needed once the training state of `step` is saved.
 
     The newest NUM_CHECKPOINTS_KEEPING_TRAINING_STATE checkpoints up to `step` keep their training
-    state. Older folders rolling-<step> are removed. Checkpoints newer than `step` are damaged,
-    because the run is resumed from the newest undamaged one. They stay until the run overwrites
-    them. If the process is killed during the removal, the next start of the run finishes the
-    removal.
+    state. Rolling states (folders rolling-<step>) that are older are removed. If `step` is a
+    checkpoint, all rolling states are removed. Checkpoints newer than `step` are damaged, because
+    the run is resumed from the newest undamaged one. They stay until the run overwrites them. If
+    the process is killed during the removal, the next start of the run finishes the removal.
     """
     checkpoints = [folder for folder in list_checkpoints(run) if parse_step(folder) <= step]
     for folder in checkpoints[:-NUM_CHECKPOINTS_KEEPING_TRAINING_STATE]:

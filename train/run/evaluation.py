@@ -53,9 +53,8 @@ def evaluate_checkpoint(
 ) -> None:
     """Decode held-out prompts with a checkpoint's saved drafter, and write the results.
 
-    folder: the checkpoint's folder. is_last: true evaluates all sets of held-out prompts, as for
-    the last checkpoint. False evaluates only a part of the first set, and also updates the run's
-    report.
+    folder: the checkpoint's folder. use_all_prompt_sets: if true, all prompt sets are evaluated. If
+    false, only a part of the first prompt set is evaluated, and the run's report is updated.
 
     All processes must call this function together. Each process decodes a share of the prompts, and
     the first process writes the results.
@@ -77,7 +76,7 @@ def evaluate_checkpoint(
     errors = [error for _, error in gathered if error]
     shares = [share for share, _ in gathered]
     if run.config.target.shard:
-        shares = shares[:1]  # with a sharded target, all processes have decoded all prompts
+        shares = shares[:1]  # with a sharded target, each process decoded all prompts
 
     def write_results() -> None:
         out = folder / "evaluation"
@@ -109,9 +108,9 @@ def evaluate_checkpoint(
 def evaluate_best_checkpoint_fully(run: RunState, log: RunLog) -> None:
     """Evaluate the best checkpoint on all prompt sets, unless this was already done.
 
-    The run's last checkpoint has already been evaluated on all prompt sets. The new results of the
-    best checkpoint can be worse than those of another checkpoint. That checkpoint is then the best
-    one and is evaluated, too. The report, the model card and the `doctor` command use the results.
+    The run's last checkpoint has already been evaluated on all prompt sets. If these results show
+    that another checkpoint is better than the one that was evaluated, that checkpoint is evaluated
+    on all prompt sets as well. The report, the model card and the `doctor` command use the results.
     """
     fully_evaluated = {list_checkpoints(run.folder)[-1].name}
     while True:
@@ -140,7 +139,7 @@ def describe_held_out_prompt_shortage(config: TrainConfig, target: Target) -> st
     Raises ValueError if the data have no held-out prompt.
     """
     num_prompts = config.evaluation.prompts
-    # These two data sources always have enough: thousands of held-out prompts.
+    # These two data sources have thousands of held-out prompts, which is always enough.
     if not num_prompts or config.data.source in ("embedded", "stdlib"):
         return None
     assert target.tokenizer is not None
@@ -156,8 +155,8 @@ def select_prompt_sets(
     """Return the prompt sets on which a checkpoint is evaluated. They are not yet divided among
     the processes.
 
-    use_all_prompt_sets: true returns all prompt sets, as for the last checkpoint. False returns
-    only a shortened version of the first one.
+    use_all_prompt_sets: if true, all prompt sets are returned. If false, only the first prompt set
+    is returned, with fewer prompts.
     """
     options = config.evaluation
     outside = options.external_prompts if use_all_prompt_sets else 0
@@ -232,8 +231,8 @@ def merge_and_write_evaluation(
     if breaks_losslessness(result):
         log.print_line(
             f"!!! NOT LOSSLESS at step {result.step}: greedy outputs differ from baseline "
-            "decoding in float32. This is a bug of this program or machine, not of the drafter. "
-            f"See {folder}/evaluation/evaluation.json"
+            "decoding in float32. This is a bug of this program or a fault of the machine, not "
+            f"of the drafter. See {folder}/evaluation/evaluation.json"
         )
 
 
@@ -327,8 +326,8 @@ def write_and_print_final_report(run: Path, log: RunLog) -> None:
     evaluations = read_evaluations(run)
     print_best_result(evaluations)
     print(
-        f"\nreport      {page} (also has the results on further prompts and with sampling, and "
-        "the speedup from trees)"
+        f"\nreport      {page} (also shows the results on the other prompt sets and with sampling, "
+        "and the speedup of draft trees)"
     )
     print(f"drafter     {run / 'checkpoints' / 'best' / 'drafter'}")
     print(f"metrics     {run / 'metrics.jsonl'}", flush=True)
@@ -336,8 +335,8 @@ def write_and_print_final_report(run: Path, log: RunLog) -> None:
     if wrong_steps:
         raise RunAborted(
             "greedy outputs differ from baseline decoding in float32 (step "
-            f"{', '.join(wrong_steps)}). This is a bug of this program or machine. See "
-            f"evaluation.json of these checkpoints and {page}, and report the bug"
+            f"{', '.join(wrong_steps)}). This is a bug of this program or a fault of the machine. "
+            f"See evaluation.json of these checkpoints and {page}, and report the bug"
         )
 
 

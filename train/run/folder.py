@@ -113,9 +113,11 @@ def has_completed_step(run: Path) -> bool:
 def migrate_recorded_options(recorded: dict, defaults: dict) -> dict:
     """Convert the options of a run of an older version to the options of this version.
 
-    recorded: the run's options and values. defaults: this version's options and default values. An
-    option that `recorded` lacks gets its default. An option that `defaults` lacks is left out. If
-    the default of an option is an empty dictionary, the recorded dictionary is copied unchanged.
+    recorded: the recorded options and their values. defaults: this version's options and their
+    default values. An option that is not in `recorded` gets its default. An option that is not in
+    `defaults` is left out. Groups of options are nested dictionaries, and are converted in the same
+    way. Exception: if the default is an empty dictionary, the recorded dictionary is copied
+    unchanged.
     """
     updated = dict(defaults)
     for key in recorded.keys() & defaults.keys():
@@ -207,8 +209,9 @@ def remove_unstarted_run(run: Path) -> None:
 def record_run_start(run: Path, config: TrainConfig, sources: dict) -> None:
     """Write a run's configuration, and the digests of its target and training data, to its folder.
 
-    sources: the result of `identify_sources`. If the run has already completed a step, `sources` is
-    compared with what was recorded then. Raises ValueError if they differ.
+    sources: the digests, from `identify_sources`. If the run has already completed a step, nothing
+    is overwritten: `sources` is compared with the recorded digests. Raises ValueError if they
+    differ.
     """
     with abort_on_write_error(str(run)):
         if has_completed_step(run) and (run / RUN_INPUT_DIGESTS_FILE).exists():
@@ -287,7 +290,8 @@ def find_frequent_tokens(
     dataset: "StoredFeatures | Dataset", num_tokens: int, target: Target
 ) -> torch.Tensor:
     """Return the ids of the tokens that occur most often at training positions with a loss,
-    (num_tokens,) int64, in ascending order. They become the drafter's reduced vocabulary.
+    (num_tokens,) int64, in ascending order. They become the drafter's reduced vocabulary, the only
+    tokens that it scores.
 
     Special tokens are always included, because a drafter must be able to draft the end of an
     output.
@@ -335,7 +339,8 @@ def write_ngrams(
             return
         # Typed as Any, because `count_ngrams` expects lists of ids, and the documents are arrays.
         documents: Any = iterate_documents(dataset)
-        # Typed as Any, because the digest is None without a tokenizer; here there is always one.
+        # Typed as Any, because the digest is None without a tokenizer; here there is always a
+        # tokenizer.
         digest: Any = target.tokenizer_digest
         count_ngrams(
             documents,

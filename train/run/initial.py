@@ -52,8 +52,8 @@ def resolve_drafter_options(options: DrafterConfig, target: TargetConfig) -> Dra
 
     drafter = cast(Drafter, reading.build_drafter())
     init_options = read_options_from_config(drafter)
-    # The vocabulary of a drafter can still be changed, unless the drafter has a conditional head:
-    # such a head has weights for every token of the vocabulary.
+    # The option draft_vocab_size can differ from that of the existing drafter. This is not possible
+    # if the drafter has a conditional head, which has weights for every token of the vocabulary.
     if options.draft_vocab_size and drafter.head_spec is None:
         init_options["draft_vocab_size"] = options.draft_vocab_size
     corrections = []
@@ -103,9 +103,9 @@ def choose_head(options: DrafterConfig, init_head_options: HeadConfig) -> HeadCo
     """Choose the conditional head (which conditions each draft token on the previous one) for
     training that starts from an existing drafter. Return the options of the head.
 
-    init_head_options: the options of the existing drafter's head, which is kept. If their name is
-    'none', the drafter has no head, and the head in `options` is used. Raises ValueError if both
-    drafter and `options` have a head and the heads' options differ.
+    init_head_options: the options of the existing drafter's head, which is kept. If
+    `init_head_options.name` is 'none', the existing drafter has no head, and gets the head in
+    `options`. Raises ValueError if the existing drafter and `options` have different heads.
     """
     if init_head_options.name == "none":
         return options.head

@@ -192,8 +192,8 @@ def trim_step_metrics(path: Path, step: int) -> None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak memory use of this process so far, in bytes. On a GPU, only the memory that
-    PyTorch allocated on it counts; on the CPU, the memory of the whole process."""
+    """Return the peak memory use of this process since its start, in bytes. On a GPU, only the
+    memory that PyTorch allocated on it counts; on the CPU, the memory of the whole process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

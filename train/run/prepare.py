@@ -124,8 +124,9 @@ def load_dataset(
 def create_or_load_drafter(
     config: TrainConfig, target: Target, dataset: "StoredFeatures | Dataset"
 ) -> Drafter:
-    """Create or load the drafter that training starts from. If a reduced vocabulary is configured,
-    the vocabulary consists of the most frequent tokens of the training data."""
+    """Create or load the drafter that training starts from. If the drafter scores only a part of
+    the target's vocabulary (option drafter.draft_vocab_size), the most frequent tokens of the
+    training data are chosen."""
     draft_tokens = None
     if config.drafter.draft_vocab_size:
         draft_tokens = find_frequent_tokens(dataset, config.drafter.draft_vocab_size, target)
@@ -170,9 +171,8 @@ def build_engine_and_check_loss(
     """Build the DeepSpeed engine around the drafter, and check the loss of the first batch against
     a slow reference computation (the self-check).
 
-    Returns the engine, and a line with the result of the self-check, or None with
-    self_check=false. Raises RunAborted if the two losses differ. The reference runs before the
-    engine is built.
+    Returns the engine, and a line with the result of the self-check (None with self_check=false).
+    Raises RunAborted if the two losses differ by more than rounding explains.
     """
     HEARTBEAT.set_activity("self-check: comparing the loss of a step with a slow computation")
     check = None

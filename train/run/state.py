@@ -68,7 +68,7 @@ class TrainingSchedule:
 
     @property
     def completed_length(self) -> float:
-        """The progress in the unit of `length`: the number of completed steps, or with
+        """The progress in the unit of `total_length`: the number of completed steps, or with
         optim.max_minutes the duration of these steps in seconds."""
         return self.completed_steps if self.optim.max_minutes is None else self.completed_seconds
 
@@ -321,7 +321,8 @@ def describe_run(
     device: torch.device,
 ) -> list[str]:
     """Return the lines of the run's overview: one each about the target, the data, and the run's
-    length and precision. If the drafter has a reduced vocabulary, a fourth line describes it.
+    length and precision. If the drafter has a reduced vocabulary (it scores only some of the
+    target's tokens), a fourth line describes it.
 
     draft_tokens: (num_tokens,) the token ids of the reduced vocabulary, or None.
     """
@@ -376,5 +377,5 @@ def describe_data(data: DataConfig) -> str:
     if data.path:
         return data.path
     if data.source == "embedded":
-        return "texts that the embedded target generated"
+        return "texts that the small target model in this repository generated"
     return "Python's standard library"

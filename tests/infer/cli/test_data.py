@@ -26,7 +26,7 @@ def test_examples_are_counted_and_shown_with_the_learnt_text(tmp_path, capsys):
     )  # one of ten is held out for evaluation
     assert "89 chats and 90 other texts" in output
     assert (
-        "excluded   1: the chat template does not show the tool calls of an answer unchanged"
+        "excluded   1: the chat template changes or leaves out the tool calls of an answer"
         in output
     )
     assert (
