@@ -42,8 +42,8 @@ DOCTOR_SHORT_WINDOW_TOKENS = 256
 
 
 def count_tokenization_mismatches(comparison: AcceptanceComparison, chat: bool) -> int:
-    """Count the prompts whose token ids differ from those in the acceptance reference (the prompts
-    and answers that belong to the drafter's model card).
+    """Count the prompts that are tokenized to other token ids than those stored with the drafter
+    (`comparison.reference`).
 
     If another engine was measured, only the numbers of prompt tokens are compared, because engines
     report nothing else. Otherwise the prompts are tokenized with the target's tokenizer, and the
@@ -63,8 +63,9 @@ def count_tokenization_mismatches(comparison: AcceptanceComparison, chat: bool) 
 
 
 def encode_reference_prompt(target: Target, answer: ReferenceAnswer) -> list[int]:
-    """Tokenize the prompt of a reference answer with the target's tokenizer, and return the token
-    ids. Return an empty list for a chat if the target has no chat template."""
+    """Tokenize `answer.prompt_text` with the target's tokenizer, and return the token ids. Return
+    an empty list if this fails, for example for a chat if the target has no chat template.
+    """
     prompt = answer.prompt_text
     with suppress(ValueError):
         if answer.chat:
@@ -76,8 +77,8 @@ def encode_reference_prompt(target: Target, answer: ReferenceAnswer) -> list[int
 def detect_tokenizer(comparison: AcceptanceComparison) -> str | None:
     """Detect that a wrong tokenizer is used. Return a text about the evidence, or None.
 
-    Evidence is that plain prompts have other token ids than in the reference, or that the token ids
-    of the engine's answers decode to another text than the engine returned.
+    Evidence is that plain prompts have other token ids than those stored with the drafter, or that
+    the token ids of the engine's answers decode to another text than the engine returned.
     """
     mismatches = count_tokenization_mismatches(comparison, chat=False)
     if mismatches:
@@ -96,8 +97,9 @@ def detect_tokenizer(comparison: AcceptanceComparison) -> str | None:
 
 
 def detect_template(comparison: AcceptanceComparison) -> str | None:
-    """Detect that a wrong chat template is used: chats have other token ids than in the reference.
-    Return a text about the evidence, or None."""
+    """Detect that a wrong chat template is used: chats have other token ids than those stored with
+    the drafter. Return a text about the evidence, or None.
+    """
     mismatches = count_tokenization_mismatches(comparison, chat=True)
     return f"{mismatches} of its chats are other tokens" if mismatches else None
 
@@ -293,7 +295,7 @@ LIMIT_DRAFTER_WINDOW_ADVICE = (
     "--speculative-dflash-draft-window-size)"
 )
 # This cause lowers the acceptance equally in every engine, so it does not explain a difference
-# between two engines and is not in the table above. It is tested if no difference is found.
+# between two engines and is not in LOW_ACCEPTANCE_CAUSES. It is tested if no difference is found.
 LONG_CONTEXT_ACCEPTANCE_CAUSE = LowAcceptanceCause(
     "trained on shorter texts",
     detect_long_context,

@@ -38,7 +38,7 @@ MIN_EXPLAINED_ACCEPTANCE_LOSS_SHARE = 0.5
 # share of the difference.
 MIN_EXPLAINED_SHARE_AT_NORMAL_ACCEPTANCE = 0.8
 # Changed settings are tested if the acceptance is too low, or if its relative difference
-# (`AcceptanceComparison.relative_difference`) is at least this value.
+# (`AcceptanceComparison.relative_count_difference`) is at least this value.
 MIN_RELATIVE_ACCEPTANCE_DIFFERENCE_TO_REPLAY = 0.01
 EVIDENCE_LABEL_WIDTH = 57
 
@@ -52,7 +52,7 @@ class VariationResult(NamedTuple):
 
     cause: LowAcceptanceCause
     variation: DrafterVariation
-    acceptance: list[AcceptanceCounts]  # one entry for each answer of the reference
+    acceptance: list[AcceptanceCounts]  # one entry for each answer
 
 
 @dataclass(frozen=True)

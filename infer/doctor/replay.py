@@ -108,8 +108,9 @@ def replay_chains(
     feature_layers: Sequence[FeatureLayer],
     uncounted_tokens: int,
 ) -> list[AcceptanceCounts]:
-    """Compute how many draft tokens would be accepted if the answers were decoded with one chain
-    per round. Return the numbers of rounds and of accepted draft tokens for each answer.
+    """Compute how many draft tokens would be accepted if the answers were decoded with one chain (a
+    draft without branches) per round. Return the numbers of rounds and of accepted draft tokens for
+    each answer.
 
     target_states: prompts, answers, and the target's hidden states for them
     feature_layers: those hidden states that the drafter reads

@@ -149,8 +149,8 @@ def share_first_key_norm(target: Target, drafter: Drafter) -> Variations:
         with_first_norm = deepcopy(attention)
         with_first_norm.k_norm = first_norm
 
-        # The drafter passes keyword arguments to this method only for the keys and values of the
-        # context, and none for those of the drafted block.
+        # The drafter calls this method for the context and for the drafted block. It passes keyword
+        # arguments only for the context, whose keys shall have the first layer's norm.
         def compute_keys_values(
             *states: torch.Tensor,
             attention: Any = attention,

@@ -104,7 +104,7 @@ def count_tokens_and_rounds(commits: Iterable[Sequence[int]]) -> list[tuple[int,
 
     The token that the prefill generates is not counted.
 
-    commits: for each output, how many tokens the prefill and each round added, in this order
+    commits: for each output, the numbers of tokens that the prefill and then each round committed
     """
     return [(sum(lengths) - 1, len(lengths) - 1) for lengths in commits]
 

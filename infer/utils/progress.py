@@ -94,8 +94,9 @@ HEARTBEAT = ActivityReporter()
 
 @contextmanager
 def set_activity_within_block(activity: str) -> Generator[None]:
-    """Set `activity` within the block as the text that the heartbeat prints when the command prints
-    nothing. Restore the previous text after the block."""
+    """Within the block, let the heartbeat thread print `activity` when the command has printed
+    nothing for a while. Restore the previous text after the block.
+    """
     previous_activity = HEARTBEAT.activity
     previous_since = HEARTBEAT.since
     HEARTBEAT.set_activity(activity)
