@@ -429,7 +429,8 @@ def decode_output(
 
     ids: the token ids of the output; an end token at the end is not part of the text
     options: the options with the stop strings
-    keep_special_tokens: whether special tokens except this end token are part of the text
+    keep_special_tokens: whether the text contains special tokens. It never contains the last end
+        token
     """
     if ids and ids[-1] in target.eos_token_ids:
         ids = ids[:-1]

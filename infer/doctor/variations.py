@@ -82,8 +82,8 @@ def vary_feature_layers(target: Target, drafter: Drafter) -> Variations:
 
 
 def vary_feature_norm(target: Target, drafter: Drafter) -> Variations:
-    """Yield a variation of a drafter that reads the target's hidden states on the other side of a
-    norm.
+    """Yield a variation of a drafter that reads the target's hidden states after a norm instead of
+    before it, or the reverse.
 
     If the drafter reads the last layer after the final norm, the variation reads this layer before
     the final norm. Otherwise, the drafter reads the outputs of layers, and the variation reads each

@@ -159,9 +159,8 @@ def measure_prompt_sets(
     """Decode the prompts of every prompt set with every method.
 
     Returns a list for each set, with the measurement of each method, baseline decoding first. The
-    baseline measurement of the first set also contains text samples for the report. For each of its
-    outputs, it contains the numbers of tokens that each round would commit with draft trees
-    (`infer.evaluation.replay`).
+    baseline measurement of the first set also has text samples for the report, and what each round
+    would commit with draft trees (`infer.evaluation.replay`).
 
     If `generate` of transformers is slower than our baseline decoding on the first set, it is not
     measured on the other sets. The time limit `max_minutes` is divided among the sets in proportion

@@ -13,7 +13,7 @@ from infer.engine.grammar import make_grammar_state
 from infer.engine.sampling import SamplingTensors, make_round_noise, mark_seen_tokens, sample_tokens
 from infer.targets.target import Target
 
-# Tokens per forward pass when a sequence's logits are computed again
+# Number of tokens per forward pass when the logits of a finished sequence are computed again
 LOSSLESS_CHECK_CHUNK_POSITIONS = 64
 # To estimate rounding errors, logits are computed a second time with a separate forward pass for
 # each of this many last tokens.

@@ -118,7 +118,7 @@ class VariantMeasurement:
 def merge_measurements(
     measurements_by_group: abc.Iterable[list[VariantMeasurement]],
 ) -> list[VariantMeasurement]:
-    """Merge measurements of the same variants on different prompts.
+    """Merge measurements of the same decoding variants on different prompts.
 
     measurements_by_group: for each group of prompts, the measurements of all variants. A group is,
         for example, the prompts of one process. A variant that is missing in any group is dropped

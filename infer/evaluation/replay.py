@@ -330,7 +330,8 @@ def replay_tree_variants(
 
 
 def summarise_replay(sequences: Sequence[ReplayedSequence]) -> TreeStudy:
-    """Return τ (tokens per round) of each variant and the accuracy of the drafter's first choices.
+    """Return τ (tokens per round) of each variant (tree method, node budget and ranking), and the
+    accuracy of the drafter's first choices.
 
     Both are computed over all sequences, with confidence intervals. A first choice is the drafter's
     most likely token.

@@ -132,8 +132,8 @@ def hold_lock_file(lock_path: Path, output_name: str, option: str) -> Generator[
         try:
             yield
         finally:
-            # Another process may already have opened this file. It notices in `acquire_lock_file`
-            # that the file was removed.
+            # Another process may already have opened this file. That process notices in
+            # `acquire_lock_file` that the file was removed.
             lock_path.unlink(missing_ok=True)
 
 

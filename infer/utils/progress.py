@@ -13,9 +13,10 @@ from contextlib import contextmanager
 from shutil import get_terminal_size
 from typing import TextIO
 
-# Time between two lines of the heartbeat, and of a `Progress` whose output is not a terminal.
+# Time between two lines of the heartbeat thread, and of a `Progress` whose output is not a
+# terminal.
 SECONDS_BETWEEN_PROGRESS_LINES = 60.0
-# Time after which the heartbeat prints its first line if the command has printed nothing.
+# Time without output from the command after which the heartbeat thread prints its first line.
 SECONDS_TO_FIRST_PROGRESS_LINE = 25.0
 # Time between two updates of the progress line on a terminal.
 SECONDS_BETWEEN_PROGRESS_LINE_REWRITES = 0.1
