@@ -108,7 +108,8 @@ def build_reference(
 def count_accepted_drafts(
     commits: Iterable[int], countable_tokens: int, draft_length: int
 ) -> AcceptanceCounts:
-    """Count, over the rounds of one sequence, how often each position of the draft was accepted.
+    """Count, over the rounds of one sequence, how often the draft token at each position was
+    accepted.
 
     commits: how many tokens the prefill and each decoding round added to the output, in this order
     countable_tokens: only rounds that begin when the output has fewer tokens than this are counted

@@ -194,7 +194,8 @@ def list_training_options(run_config: dict, step_folder: Path) -> list[tuple[str
     of training steps.
 
     The length of a run is set by one of the options max_minutes, steps and epochs. If several are
-    set, max_minutes takes effect, else steps. Only the option that took effect is returned.
+    set, max_minutes takes effect, else steps. Of these three options, only the one that took effect
+    is returned.
     """
     rows = []
     for section, keys in RUN_OPTIONS_SHOWN_ON_CARD.items():

@@ -232,9 +232,9 @@ class MethodResult:
 def find_tree_method(name: str) -> TreeMethod:
     """Return the properties of the decoding method with the given name.
 
-    The name is a key of TREE_METHODS, or the name of a method that only evaluations have. These are
-    drafting from n-grams without a drafter, and decoding by transformers. For an unknown name,
-    default properties are returned.
+    The name is a key of TREE_METHODS, or the name of one of two methods that only evaluations use:
+    drafting from n-grams without a drafter, and baseline decoding with transformers. For an unknown
+    name, default properties are returned.
     """
     rows = TREE_METHODS | {
         row.name: row for row in (NGRAMS_ALONE_TREE_METHOD, TRANSFORMERS_BASELINE_METHOD)
