@@ -386,7 +386,9 @@ def encode_prompt(
         _check_template_options(tokenizer, options)
         if tools:
             if not re.search(r"\btools\b", str(tokenizer.get_chat_template())):
-                raise ValueError("this model's chat template does not read tools: leave out tools")
+                raise ValueError(
+                    "this model's chat template does not put tools into the prompt: leave out tools"
+                )
             options["tools"] = list(tools)
         options["add_generation_prompt"] = True
         messages = cast(list[dict], list(prompt))
@@ -410,7 +412,7 @@ def _check_template_options(tokenizer: Any, options: abc.Mapping[str, object]) -
     for name in options:
         if name in parameters or name == "messages" or name not in template_words:
             raise ValueError(
-                f"chat_template_kwargs.{name}: this model's chat template has no such option"
+                f"chat_template_kwargs.{name}: this model's chat template has no such variable"
             )
 
 
@@ -427,7 +429,8 @@ def decode_output(
 
     ids: the token ids of the output; an end token at the end is not part of the text
     options: the options with the stop strings
-    keep_special_tokens: whether other special tokens are part of the text
+    keep_special_tokens: whether the text contains special tokens. It never contains the last end
+        token
     """
     if ids and ids[-1] in target.eos_token_ids:
         ids = ids[:-1]

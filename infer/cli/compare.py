@@ -11,7 +11,7 @@ from infer.utils.progress import Progress
 
 
 def get_drafter_label(checkpoint: str) -> str:
-    """Return the name of a drafter in the comparison.
+    """Return the name of a drafter in the table and the chart of this command.
 
     For a checkpoint of a training run, this is the name of the run's folder. For any other drafter,
     it is the name of the drafter's folder.

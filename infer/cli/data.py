@@ -21,7 +21,7 @@ class DataCommand(CommandWithTarget):
     """Print what a training run would learn from a data set: number and lengths of the examples,
     chat template variables, and the tokenized text of a few examples.
 
-    show: number of examples to print, with learnt tokens between ⟦ and ⟧
+    show: number of examples to print, with the tokens that carry loss between ⟦ and ⟧
     target: the target, whose tokenizer and chat template are used, see TargetConfig in
         infer/config.py
     data: the data set, see DataConfig in data/rows.py
@@ -63,8 +63,7 @@ def run(config: DataCommand) -> None:
         example = json.loads(stored["row"])
         # Invalid examples are skipped here, because `prepared.counts` already reports them.
         with suppress(ExampleError):
-            # The maximum length is sys.maxsize, so that long examples are not split, as they are in
-            # training.
+            # Training splits long examples. Here, the maximum length sys.maxsize keeps them whole.
             sequences = tokenize_example(example, tokenizer, sys.maxsize)
             sample.append(SampledExample(example, sequences))
     print(*prepared.counts.format_lines(), sep="\n")

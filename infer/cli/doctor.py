@@ -27,8 +27,8 @@ class DoctorCommand(CommandWithTarget):
             raise ValueError(f"url={self.url}: give an address such as http://127.0.0.1:8000")
         if self.checkpoint == "lookup":
             raise ValueError(
-                f"checkpoint={self.checkpoint}: lookup has no model card to compare with; give a "
-                "drafter's folder"
+                f"checkpoint={self.checkpoint}: prompt lookup has no model card to compare with; "
+                "give a drafter's folder"
             )
 
 

@@ -93,8 +93,7 @@ def run(config: ExportCommand) -> None:
         print(f"llama.cpp   reads {next(out.glob('*.gguf'))}")
     if not (out / ACCEPTANCE_REFERENCE_FILE_NAME).is_file():
         print(
-            f"{ACCEPTANCE_REFERENCE_FILE_NAME} is not written, because the evaluation of the "
-            "checkpoint decoded no external prompts greedily with chain drafts (set "
-            "evaluation.external_prompts above 0). Without this file, ./launch.sh doctor "
-            "measures the acceptance itself."
+            f"{ACCEPTANCE_REFERENCE_FILE_NAME} is not written, because the checkpoint was "
+            "not evaluated greedily on external prompts (evaluation.external_prompts above 0). "
+            "Without this file, ./launch.sh doctor measures the acceptance itself."
         )

@@ -150,8 +150,8 @@ def _load_drafters(
     has_drafter_model = any(checkpoint != PROMPT_LOOKUP_FAMILY.name for checkpoint in checkpoints)
     if set_options and not has_drafter_model:
         raise ValueError(
-            f"{' '.join(set_options)} has no effect, because baseline decoding and lookup load no "
-            f"drafter: remove {' '.join(set_options)}"
+            f"{' '.join(set_options)} has no effect, because no drafter is loaded for baseline "
+            f"decoding and prompt lookup: remove {' '.join(set_options)}"
         )
     if not checkpoints:
         return []

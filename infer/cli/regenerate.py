@@ -33,9 +33,9 @@ MAX_FAILED_EXAMPLES = 100
 
 @dataclass
 class QuestionsConfig:
-    """How the target generates questions with data=self: it then first generates questions and
-    afterwards answers them. The number of questions is data.max_examples, and the seed of sampling
-    is decoding.seed.
+    """How the target generates questions with data=self. In this case, the target first generates
+    all questions and then answers them. The number of questions is data.max_examples, and the
+    random seed is decoding.seed.
 
     system: system prompts of the chats, used in rotation. An empty list means the system prompt
         that the chat template adds by default, if it has one
@@ -177,8 +177,8 @@ class Regeneration:
             )
             self.identity: dict = {"tokenizer": tokenizer_digest(self.tokenizer)}
         if self.generates_questions:
-            # This is done before the weights are loaded, because it raises ValueError if the chat
-            # template is unsuitable.
+            # `build_question_prompt` raises ValueError if the chat template is unsuitable, so it is
+            # called before the weights are loaded.
             for system_prompt in config.questions.system or [None]:
                 self.question_prompts.append(build_question_prompt(self.tokenizer, system_prompt))
         if config.server is not None:

@@ -42,8 +42,8 @@ DOCTOR_SHORT_WINDOW_TOKENS = 256
 
 
 def count_tokenization_mismatches(comparison: AcceptanceComparison, chat: bool) -> int:
-    """Count the prompts whose token ids differ from those in the acceptance reference (the prompts
-    and answers that belong to the drafter's model card).
+    """Count the prompts that are tokenized to other token ids than those stored with the drafter
+    (`comparison.reference`).
 
     If another engine was measured, only the numbers of prompt tokens are compared, because engines
     report nothing else. Otherwise the prompts are tokenized with the target's tokenizer, and the
@@ -63,8 +63,9 @@ def count_tokenization_mismatches(comparison: AcceptanceComparison, chat: bool) 
 
 
 def encode_reference_prompt(target: Target, answer: ReferenceAnswer) -> list[int]:
-    """Tokenize the prompt of a reference answer with the target's tokenizer, and return the token
-    ids. Return an empty list for a chat if the target has no chat template."""
+    """Tokenize `answer.prompt_text` with the target's tokenizer, and return the token ids. Return
+    an empty list if this fails, for example for a chat if the target has no chat template.
+    """
     prompt = answer.prompt_text
     with suppress(ValueError):
         if answer.chat:
@@ -76,12 +77,12 @@ def encode_reference_prompt(target: Target, answer: ReferenceAnswer) -> list[int
 def detect_tokenizer(comparison: AcceptanceComparison) -> str | None:
     """Detect that a wrong tokenizer is used. Return a text about the evidence, or None.
 
-    Evidence is that plain prompts have other token ids than in the reference, or that the token ids
-    of the engine's answers decode to another text than the engine returned.
+    Evidence is that plain prompts have other token ids than those stored with the drafter, or that
+    the token ids of the engine's answers decode to another text than the engine returned.
     """
     mismatches = count_tokenization_mismatches(comparison, chat=False)
     if mismatches:
-        return f"{mismatches} of its plain prompts are other tokens"
+        return f"{mismatches} prompts that are plain texts have other token ids than expected"
     if comparison.engine is None:
         return None
 
@@ -91,15 +92,16 @@ def detect_tokenizer(comparison: AcceptanceComparison) -> str | None:
         local_text = tokenizer.decode(ids, skip_special_tokens=True)
         different += local_text.strip() != text.strip()
     if different > max(1, len(comparison.engine.texts) // 4):
-        return f"the token ids of {different} of its answers are other words here"
+        return f"the token ids of {different} answers of the engine decode to another text here"
     return None
 
 
 def detect_template(comparison: AcceptanceComparison) -> str | None:
-    """Detect that a wrong chat template is used: chats have other token ids than in the reference.
-    Return a text about the evidence, or None."""
+    """Detect that a wrong chat template is used: chats have other token ids than those stored with
+    the drafter. Return a text about the evidence, or None.
+    """
     mismatches = count_tokenization_mismatches(comparison, chat=True)
-    return f"{mismatches} of its chats are other tokens" if mismatches else None
+    return f"{mismatches} chats have other token ids than expected" if mismatches else None
 
 
 def detect_draft_length(comparison: AcceptanceComparison) -> str | None:
@@ -115,7 +117,7 @@ def detect_draft_length(comparison: AcceptanceComparison) -> str | None:
     drafts_per_round = comparison.engine.draft_tokens_per_round
     if draft_length - 0.5 <= drafts_per_round <= draft_length + 1.5:
         return None
-    return f"it drafts {drafts_per_round:.1f} tokens a round, of {draft_length}"
+    return f"it drafts {drafts_per_round:.1f} tokens per round instead of {draft_length}"
 
 
 def detect_other_target(comparison: AcceptanceComparison) -> str | None:
@@ -124,7 +126,7 @@ def detect_other_target(comparison: AcceptanceComparison) -> str | None:
     agreement = comparison.target_greedy_agreement
     if agreement >= MIN_TARGET_GREEDY_AGREEMENT_SHARE:
         return None
-    return f"{100 * agreement:.1f} % of its tokens are this target's own"
+    return f"only {100 * agreement:.1f} % of the answers' tokens are this target's greedy choice"
 
 
 def detect_prefix_cache(comparison: AcceptanceComparison) -> str | None:
@@ -141,8 +143,8 @@ def detect_prefix_cache(comparison: AcceptanceComparison) -> str | None:
     if not is_significantly_lower(repeated, first):
         return None
     return (
-        f"{1 + repeated.mean_accepted:.2f} tokens a round where a prompt is asked a second time, "
-        f"{1 + first.mean_accepted:.2f} the first"
+        f"{1 + repeated.mean_accepted:.2f} tokens per round when a prompt is sent the second time, "
+        f"{1 + first.mean_accepted:.2f} the first time"
     )
 
 
@@ -182,8 +184,9 @@ def detect_long_context(comparison: AcceptanceComparison) -> str | None:
     if not is_better or not is_significantly_lower(full_context, short_window):
         return None
     return (
-        f"{1 + full_context.mean_accepted:.2f} tokens a round after {context_length} others, "
-        f"{1 + short_window.mean_accepted:.2f} where it sees the last {DOCTOR_SHORT_WINDOW_TOKENS}"
+        f"{1 + full_context.mean_accepted:.2f} tokens per round after {context_length} tokens, but "
+        f"{1 + short_window.mean_accepted:.2f} if the drafter attends to the last "
+        f"{DOCTOR_SHORT_WINDOW_TOKENS} only"
     )
 
 
@@ -197,8 +200,8 @@ EDIT_CONFIG_ADVICE = (
     "write it into config.json of the drafter's folder ({}), or export it again from its checkpoint"
 )
 REEXPORT_ADVICE = (
-    "the engine reads the folder otherwise ({}): export it in the format that the engine knows, "
-    "or update it"
+    "the engine interprets the drafter's folder differently ({}): export the drafter in the format "
+    "that this engine reads, or update the engine"
 )
 
 
@@ -251,8 +254,8 @@ LOW_ACCEPTANCE_CAUSES = (
         detect_draft_length,
         folder_advice="",
         engine_advice=(
-            "let it draft block_size - 1 tokens (vLLM: num_speculative_tokens; llama.cpp: "
-            "--spec-draft-n-max)"
+            "let the engine draft block_size - 1 tokens per round (vLLM: num_speculative_tokens; "
+            "llama.cpp: --spec-draft-n-max)"
         ),
     ),
     LowAcceptanceCause(
@@ -260,8 +263,8 @@ LOW_ACCEPTANCE_CAUSES = (
         detect_prefix_cache,
         folder_advice="",
         engine_advice=(
-            "start the engine without one (vLLM: --no-enable-prefix-caching; its issue 47930), or "
-            "update it"
+            "start the engine without a prefix cache (vLLM: --no-enable-prefix-caching; see issue "
+            "47930 of vLLM), or update the engine"
         ),
     ),
     LowAcceptanceCause(
@@ -284,16 +287,16 @@ LOW_ACCEPTANCE_CAUSES = (
         variations=share_first_key_norm,
         engine_advice=(
             "vLLM's kernel for CPUs reads one norm for all layers ({}): serve it on a GPU, or "
-            "with an engine whose kernels know a norm a layer"
+            "with an engine whose kernels use a separate norm for each layer"
         ),
     ),
 )
 LIMIT_DRAFTER_WINDOW_ADVICE = (
-    f"drafter.sliding_window={DOCTOR_SHORT_WINDOW_TOKENS} where long texts are decoded (SGLang: "
+    f"set drafter.sliding_window={DOCTOR_SHORT_WINDOW_TOKENS} if long texts are decoded (SGLang: "
     "--speculative-dflash-draft-window-size)"
 )
 # This cause lowers the acceptance equally in every engine, so it does not explain a difference
-# between two engines and is not in the table above. It is tested if no difference is found.
+# between two engines and is not in LOW_ACCEPTANCE_CAUSES. It is tested if no difference is found.
 LONG_CONTEXT_ACCEPTANCE_CAUSE = LowAcceptanceCause(
     "trained on shorter texts",
     detect_long_context,

@@ -36,8 +36,8 @@ class EngineMeasurement:
     repeated_acceptance: the acceptance of the second request with each prompt, in the same form
     draft_tokens_per_round: mean number of draft tokens per round
     incomparable_options: "" if the engine drafts one chain with a whole block of tokens per round.
-        Otherwise, its acceptance cannot be compared with the reference, and this is a text with its
-        decoding options
+        Otherwise, its acceptance cannot be compared with that of this process, and this text
+        contains the engine's decoding options
     """
 
     engine: str
@@ -56,7 +56,7 @@ class AcceptanceComparison:
     card or in another engine.
 
     reference: prompts and answers with which the acceptance is measured
-    target_states: the target's hidden states for the answers of the reference
+    target_states: the target's hidden states for the answers in `reference`
     local_acceptance: acceptance of each answer, computed in this process
     compared_acceptance: acceptance of each answer on the card or in the other engine; or a single
         entry for all answers together
@@ -112,7 +112,8 @@ class AcceptanceComparison:
         """The share of the answers' tokens that are the greedy choice of the target, as computed in
         this process.
 
-        The answers are those of the other engine, or of the reference if no engine was measured.
+        The answers are those of the other engine. If no engine was measured, they are the answers
+        in `reference`.
         """
         if self.engine is None:
             return self.target_states.greedy_agreement

@@ -162,8 +162,8 @@ def find_engine_counters(client: httpx.Client, values: Mapping[str, float]) -> E
 
 
 def describe_incomparable_options(options: Mapping[str, str], block_size: int) -> str:
-    """Check whether an engine drafts one chain with a whole block of tokens per round. Only then
-    can its acceptance be compared with the reference.
+    """Check whether an engine drafts one chain (a draft without branches) with a whole block of
+    tokens per round. Only then can its acceptance be compared with that of this process.
 
     options: the engine's decoding options, see `read_decoding_options`
 
@@ -199,9 +199,10 @@ def read_acceptance(
 
 
 def choose_num_tokens_to_request(answer: ReferenceAnswer, reference: AcceptanceReference) -> int:
-    """Return how many tokens of an answer to request from an engine: all tokens of the reference
-    answer but the last block_size - 1, because the reference does not count rounds that begin
-    there."""
+    """Return how many tokens of an answer to request from an engine: the length of the stored
+    answer minus block_size - 1. The stored acceptance counts no rounds that begin in the last
+    block_size - 1 tokens.
+    """
     return max(1, len(answer.answer_ids) - reference.block_size + 1)
 
 
@@ -247,10 +248,10 @@ def request_answer(
     max_tokens: int,
     extra_fields: Mapping[str, str],
 ) -> dict:
-    """Send the prompt of a reference answer to an engine, and return the response as parsed JSON.
+    """Send a prompt to an engine, and return the response as parsed JSON.
 
     model: name of the model on the server
-    answer: has the prompt
+    answer: contains the prompt; its answer is not used
     max_tokens: number of tokens to generate; the end-of-sequence token is ignored
     extra_fields: further fields of the request
 

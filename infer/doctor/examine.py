@@ -38,7 +38,7 @@ MIN_EXPLAINED_ACCEPTANCE_LOSS_SHARE = 0.5
 # share of the difference.
 MIN_EXPLAINED_SHARE_AT_NORMAL_ACCEPTANCE = 0.8
 # Changed settings are tested if the acceptance is too low, or if its relative difference
-# (`AcceptanceComparison.relative_difference`) is at least this value.
+# (`AcceptanceComparison.relative_count_difference`) is at least this value.
 MIN_RELATIVE_ACCEPTANCE_DIFFERENCE_TO_REPLAY = 0.01
 EVIDENCE_LABEL_WIDTH = 57
 
@@ -52,7 +52,7 @@ class VariationResult(NamedTuple):
 
     cause: LowAcceptanceCause
     variation: DrafterVariation
-    acceptance: list[AcceptanceCounts]  # one entry for each answer of the reference
+    acceptance: list[AcceptanceCounts]  # one entry for each answer
 
 
 @dataclass(frozen=True)
@@ -167,8 +167,8 @@ def diagnose_without_card(
         return None
     label = best.variation.label
     verdict = (
-        f"{label} gives {1 + acceptance.mean_accepted:.2f} tokens a round, "
-        f"{1 + local.mean_accepted:.2f} as it is"
+        f"{label} gives {1 + acceptance.mean_accepted:.2f} tokens per round, and the unchanged "
+        f"drafter {1 + local.mean_accepted:.2f}"
     )
     advice = best.cause.folder_advice.format(label)
     return make_cause_diagnosis(
@@ -192,14 +192,15 @@ def make_healthy_diagnosis(
     local_acceptance = AcceptanceCounts.pool(local.local_acceptance)
     names = " and ".join(compared_names) or "no card, and no engine"
     verdict = (
-        f"Healthy: {local_acceptance.mean_accepted + 1:.2f} tokens a round here, compared with "
+        f"Healthy: {local_acceptance.mean_accepted + 1:.2f} tokens per round here, compared with "
         f"{names}."
     )
     if engine is not None and engine.incomparable_options:
         verdict += (
-            f" Of {engine.engine} the prompts and the answers were compared, not the acceptance: "
-            f"it has {engine.incomparable_options}, {engine.draft_tokens_per_round:.1f} draft "
-            "tokens per round here. To compare that too, start it with decoding.method=chain "
+            f" For {engine.engine}, the prompts and the answers were compared, not the acceptance: "
+            f"it runs with {engine.incomparable_options} and drafts "
+            f"{engine.draft_tokens_per_round:.1f} tokens per round. To compare the acceptance "
+            "too, start the server with decoding.method=chain "
             f"decoding.budget={local.reference.block_size - 1}."
         )
     sentence = LONG_CONTEXT_ACCEPTANCE_CAUSE.detect(local)
@@ -232,10 +233,10 @@ def diagnose_comparison(
 
     local_tau = 1 + AcceptanceCounts.pool(comparison.local_acceptance).mean_accepted
     compared_tau = 1 + AcceptanceCounts.pool(comparison.compared_acceptance).mean_accepted
-    summary = f"{local_tau:.2f} tokens a round here, {compared_tau:.2f} by its card"
+    summary = f"{local_tau:.2f} tokens per round here, {compared_tau:.2f} on its card"
     if comparison.engine is not None:
         name = comparison.engine.engine
-        summary = f"{compared_tau:.2f} tokens a round at {name}, {local_tau:.2f} here"
+        summary = f"{compared_tau:.2f} tokens per round in {name}, {local_tau:.2f} here"
 
     for cause in LOW_ACCEPTANCE_CAUSES:
         sentence = cause.detect(comparison)
@@ -262,7 +263,7 @@ def diagnose_comparison(
     )
     if explained_share >= min_share:
         label = best.variation.label
-        verdict = f"{label} explains {100 * explained_share:.0f} % of {summary}"
+        verdict = f"{label} explains {100 * explained_share:.0f} % of the difference ({summary})"
         return make_cause_diagnosis(
             best.cause, verdict, all_evidence, format_advice(best.cause, label)
         )

@@ -51,8 +51,9 @@ class TargetStates:
 
 def find_next_norm(target: Target, layer: int) -> torch.nn.Module | None:
     """Return the norm module that is applied to the output of a target layer: `input_layernorm` of
-    the next layer, or the final norm after the last layer. Return None if there is none with this
-    name."""
+    the next layer, or the final norm after the last layer. Return None if the next layer has no
+    module with this name.
+    """
     layers = cast(torch.nn.ModuleList, target.decoder.layers)
     if layer + 1 < len(layers):
         return getattr(layers[layer + 1], "input_layernorm", None)
@@ -108,8 +109,9 @@ def replay_chains(
     feature_layers: Sequence[FeatureLayer],
     uncounted_tokens: int,
 ) -> list[AcceptanceCounts]:
-    """Compute how many draft tokens would be accepted if the answers were decoded with one chain
-    per round. Return the numbers of rounds and of accepted draft tokens for each answer.
+    """Compute how many draft tokens would be accepted if the answers were decoded with one chain (a
+    draft without branches) per round. Return the numbers of rounds and of accepted draft tokens for
+    each answer.
 
     target_states: prompts, answers, and the target's hidden states for them
     feature_layers: those hidden states that the drafter reads

@@ -82,8 +82,8 @@ def vary_feature_layers(target: Target, drafter: Drafter) -> Variations:
 
 
 def vary_feature_norm(target: Target, drafter: Drafter) -> Variations:
-    """Yield a variation of a drafter that reads the target's hidden states on the other side of a
-    norm.
+    """Yield a variation of a drafter that reads the target's hidden states after a norm instead of
+    before it, or the reverse.
 
     If the drafter reads the last layer after the final norm, the variation reads this layer before
     the final norm. Otherwise, the drafter reads the outputs of layers, and the variation reads each
@@ -149,8 +149,8 @@ def share_first_key_norm(target: Target, drafter: Drafter) -> Variations:
         with_first_norm = deepcopy(attention)
         with_first_norm.k_norm = first_norm
 
-        # The drafter passes keyword arguments to this method only for the keys and values of the
-        # context, and none for those of the drafted block.
+        # The drafter calls this method for the context and for the drafted block. It passes keyword
+        # arguments only for the context, whose keys shall have the first layer's norm.
         def compute_keys_values(
             *states: torch.Tensor,
             attention: Any = attention,

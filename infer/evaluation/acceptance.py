@@ -25,7 +25,7 @@ from infer.evaluation.results import (
 from infer.formats.folders import find_drafter_folder
 from infer.targets.target import Target, weight_format_name
 
-# Name of the file in the folder of an exported drafter
+# Name of the file that stores the acceptance reference in the folder of an exported drafter
 ACCEPTANCE_REFERENCE_FILE_NAME = "acceptance.json"
 MAX_ACCEPTANCE_REFERENCE_ANSWER_TOKENS = 64
 
@@ -70,12 +70,14 @@ def build_reference(
     prompts: Sequence[EvaluationPrompt],
     sequences: Sequence[DecodedSequence],
 ) -> AcceptanceReference | None:
-    """Build the acceptance reference from greedy answers that were decoded with chains.
+    """Build the acceptance reference: prompts, answers, and counts of accepted draft tokens.
 
-    prompts: prompts without `text_with_same_tokens` are left out
-    sequences: for each prompt, the finished sequence that the engine has decoded
+    prompts: prompts whose `text_with_same_tokens` is empty are left out, because another engine
+        could not be given the same token ids
+    sequences: for each prompt, the finished sequence. Its answer was decoded greedily, with a chain
+        (a draft without branches) in each round
 
-    Returns None if no prompt has a `text_with_same_tokens`.
+    Returns None if all prompts are left out.
     """
     draft_length = drafter.block_size - 1
     answers = []
@@ -106,7 +108,8 @@ def build_reference(
 def count_accepted_drafts(
     commits: Iterable[int], countable_tokens: int, draft_length: int
 ) -> AcceptanceCounts:
-    """Count, over the rounds of one sequence, how often each position of the draft was accepted.
+    """Count, over the rounds of one sequence, how often the draft token at each position was
+    accepted.
 
     commits: how many tokens the prefill and each decoding round added to the output, in this order
     countable_tokens: only rounds that begin when the output has fewer tokens than this are counted
@@ -128,9 +131,11 @@ def count_accepted_drafts(
 def measure_reference(
     target: Target, drafter: Drafter, prompts: Sequence[EvaluationPrompt]
 ) -> AcceptanceReference:
-    """Decode prompts greedily with a chain of drafts per round, and return the measured acceptance.
+    """Decode prompts greedily, with a chain (a draft without branches) in each round. Return the
+    acceptance reference: prompts, answers, and counts of accepted draft tokens.
 
-    Raises ValueError if no prompt has a `text_with_same_tokens`.
+    Prompts whose `text_with_same_tokens` is empty are left out. Raises ValueError if no prompt is
+    left.
     """
     sendable = [prompt for prompt in prompts if prompt.text_with_same_tokens]
     options = DecodeOptions(
@@ -143,14 +148,15 @@ def measure_reference(
     reference = build_reference(target, drafter, sendable, sequences)
     if reference is None:
         raise ValueError(
-            "no prompt can be sent to a server as text, because its text is tokenised to other "
-            "tokens: give at least one other prompt"
+            "no prompt can be sent to a server as text, because the text of every prompt is "
+            "tokenised to other token ids than the prompt has: give at least one other prompt"
         )
     return reference
 
 
 def load_stored_reference(checkpoint: str | Path) -> AcceptanceReference | None:
-    """Return the stored acceptance reference of a drafter, or None if none is stored.
+    """Return the acceptance reference that is stored with a drafter: prompts, answers, and counts
+    of accepted draft tokens. Return None if no reference is stored.
 
     checkpoint: the folder of an exported drafter, or a training checkpoint
     """

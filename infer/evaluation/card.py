@@ -121,7 +121,8 @@ def read_exported_config(out: Path) -> ParsedConfig:
 
 
 def read_evaluation_without_ngrams(step_folder: Path) -> Evaluation | None:
-    """Return the evaluation of a checkpoint, without the methods that use n-gram files.
+    """Return the results of a checkpoint's evaluation, except those of decoding methods that use
+    n-gram files.
 
     Returns None if the checkpoint was not evaluated.
     """
@@ -189,10 +190,12 @@ def build_front_matter(
 
 
 def list_training_options(run_config: dict, step_folder: Path) -> list[tuple[str, object]]:
-    """Return (name, value) of each training option that the card shows, and of the step number.
+    """Return pairs (name, value) for the card: the training options that it shows, and the number
+    of training steps.
 
     The length of a run is set by one of the options max_minutes, steps and epochs. If several are
-    set, max_minutes takes effect, else steps. Only the option that took effect is returned.
+    set, max_minutes takes effect, else steps. Of these three options, only the one that took effect
+    is returned.
     """
     rows = []
     for section, keys in RUN_OPTIONS_SHOWN_ON_CARD.items():
@@ -233,7 +236,7 @@ def get_public_initial_drafter_name(run_config: dict) -> str | None:
 
 
 def describe_data(data: dict) -> list[str]:
-    """Return a description of each data set, without local paths.
+    """Return, for the card, a description of each data set of the training, without local paths.
 
     A data set from the hub is described by its name there.
 

@@ -225,8 +225,8 @@ def build_budget_lines(
 def build_tau_chart(evaluations: Sequence[Evaluation]) -> Chart:
     """Return a chart of τ (tokens per round) by training step.
 
-    It has a line for the chain (a draft without branches), and one for the largest tree of each
-    tree method.
+    It has a line for the chain (a draft without branches). For each tree method, it has a line for
+    the largest node budget.
 
     evaluations: evaluations of the checkpoints of one training run
     """
@@ -289,7 +289,8 @@ class TokenBox(NamedTuple):
 
     x, y: the centre of the box, in pixels
     parent: index of the box of the parent token
-    kind: "root", "accepted", "rejected" or "added" (by the target after the accepted tokens)
+    kind: "root", "accepted", "rejected", or "added" for the target's own token, which follows the
+        accepted tokens
     word: the token as text, with a mark in front that shows the kind
     label: the drafter's probability of the token given its parent, as text
     """
@@ -306,8 +307,8 @@ class TokenBox(NamedTuple):
 class TreeDrawing:
     """The drawing of the draft tree of one round.
 
-    It shows the accepted tokens, the rejected tokens, and the token that the target added after the
-    accepted ones.
+    It shows the accepted draft tokens, the rejected draft tokens, and the target's own token, which
+    follows the accepted tokens.
     """
 
     boxes: list[TokenBox]
@@ -331,7 +332,7 @@ def draw_tree(example: ExampleRound) -> TreeDrawing:
     """
     nodes = example.nodes
     last_accepted = max(i for i, node in enumerate(nodes) if node.accepted)
-    # The last box is the token that the target added.
+    # The last box is the target's own token, which follows the last accepted token.
     parents = [*(node.parent for node in nodes), last_accepted]
     columns, depths = lay_out_tree(parents)
 
@@ -383,7 +384,7 @@ def describe_tree(nodes: Sequence[ExampleNode], rejected: int, added: str) -> st
     """Return a description of a drawn tree in words, for screen readers.
 
     rejected: number of rejected nodes
-    added: the token that the target added after the accepted ones
+    added: the target's own token, which follows the accepted tokens
     """
     path = ", ".join(repr(node.word) for node in nodes[1:] if node.accepted) or "none"
     return (

@@ -68,7 +68,8 @@ def evaluate(
     measurements = measure_prompt_sets(target, drafter, prompt_sets, progress)
     evaluation = summarise_evaluation(target, drafter, prompt_sets, measurements)
 
-    # A prompt set has no sequences if evaluation.max_minutes ended before its first prompt.
+    # A prompt set has no sequences if the time limit evaluation.max_minutes was reached before its
+    # first prompt.
     measured_sets = [measurement for measurement in measurements if measurement[0].sequences]
     classified = [
         count_ties_and_defects(target, result, measurement)
@@ -158,8 +159,8 @@ def measure_prompt_sets(
     """Decode the prompts of every prompt set with every method.
 
     Returns a list for each set, with the measurement of each method, baseline decoding first. The
-    baseline measurement of the first set also contains text samples for the report. It also
-    contains the replays of its outputs, see `infer.evaluation.replay`.
+    baseline measurement of the first set also has text samples for the report, and what each round
+    would commit with draft trees (`infer.evaluation.replay`).
 
     If `generate` of transformers is slower than our baseline decoding on the first set, it is not
     measured on the other sets. The time limit `max_minutes` is divided among the sets in proportion
@@ -270,11 +271,12 @@ def build_reference_from_sets(
     prompt_sets: abc.Sequence[PromptSet],
     measurements: list[list[VariantMeasurement]],
 ) -> AcceptanceReference | None:
-    """Build the acceptance reference of a drafter from the measurements of an evaluation.
+    """Build the acceptance reference (prompts, answers, and counts of accepted draft tokens) from
+    the measurements of an evaluation.
 
-    The reference is made from the first prompt set that was decoded greedily and contains a prompt
-    with a `text_with_same_tokens`. Returns None if there is no such set, or if no chain (a draft
-    without branches) was measured on it.
+    The first prompt set is used that was decoded greedily and contains a prompt that can be sent to
+    a server as text (`text_with_same_tokens`). Returns None if there is no such set, or if no chain
+    (a draft without branches) was measured on it.
     """
     for prompt_set, set_measurements in zip(prompt_sets, measurements, strict=True):
         if prompt_set.config.temperature > 0 or not set_measurements[0].sequences:

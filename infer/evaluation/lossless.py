@@ -13,7 +13,7 @@ from infer.engine.grammar import make_grammar_state
 from infer.engine.sampling import SamplingTensors, make_round_noise, mark_seen_tokens, sample_tokens
 from infer.targets.target import Target
 
-# Tokens per forward pass when a sequence's logits are computed again
+# Number of tokens per forward pass when the logits of a finished sequence are computed again
 LOSSLESS_CHECK_CHUNK_POSITIONS = 64
 # To estimate rounding errors, logits are computed a second time with a separate forward pass for
 # each of this many last tokens.
@@ -93,9 +93,9 @@ class TargetTokenChooser:
         """Return whether `token` can be chosen if every logit changes by at most `max_logit_error`.
 
         Two changes of the logits are tried. The first raises the logit of `token` and lowers all
-        other logits. The second is for the case that top-p would exclude `token`: it lowers the
-        logits of all more likely tokens and of the token that is chosen without a change, and
-        raises all other logits.
+        other logits. The second is for the case that top-p would exclude `token`. It lowers the
+        logits of all tokens that are more likely than `token`, and the logit of the token that the
+        unchanged logits choose. It raises all other logits.
         """
         token_up = torch.full_like(self.logits, -max_logit_error)
         token_up[..., token] = max_logit_error

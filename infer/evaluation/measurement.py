@@ -118,7 +118,7 @@ class VariantMeasurement:
 def merge_measurements(
     measurements_by_group: abc.Iterable[list[VariantMeasurement]],
 ) -> list[VariantMeasurement]:
-    """Merge measurements of the same variants on different prompts.
+    """Merge measurements of the same decoding variants on different prompts.
 
     measurements_by_group: for each group of prompts, the measurements of all variants. A group is,
         for example, the prompts of one process. A variant that is missing in any group is dropped
@@ -220,11 +220,11 @@ def has_ngrams_for(method: TreeMethod, drafter: Drafter, ngrams: str | None) -> 
 
 
 def broadcast_decision(model: AnyTarget, decision: Decision) -> Decision:
-    """Return the decision of the first process in every process.
+    """If the target is sharded over several processes, return the `decision` of the first process
+    in all of them. Otherwise return `decision`.
 
-    If the target is sharded over several processes, they compute every forward pass together and
-    must make the same decisions. Decisions that depend on a clock could differ between the
-    processes. If the target is not sharded, `decision` is returned.
+    Processes that share a target compute every forward pass together, so they must make the same
+    decisions. Decisions that depend on the time could differ between processes.
     """
     decisions = [decision]
     if cast(Target, model).is_sharded:

@@ -104,7 +104,7 @@ def count_tokens_and_rounds(commits: Iterable[Sequence[int]]) -> list[tuple[int,
 
     The token that the prefill generates is not counted.
 
-    commits: for each output, how many tokens the prefill and each round added, in this order
+    commits: for each output, the numbers of tokens that the prefill and then each round committed
     """
     return [(sum(lengths) - 1, len(lengths) - 1) for lengths in commits]
 
@@ -178,7 +178,7 @@ def pair_shared_prompts(
 
     All results are from the same decoding method: the one with the highest acceptance length in
     `evaluation` among the methods that use the drafter and no n-grams. If every method uses
-    n-grams, it is chosen among all methods.
+    n-grams, the method is chosen among all of them.
     """
     without_ngrams = [
         method for method in evaluation.drafter_methods if not method.tree_method.needs_ngrams

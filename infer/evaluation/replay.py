@@ -81,12 +81,13 @@ class BlockBatch(NamedTuple):
 
 
 class ReplayedSequence(NamedTuple):
-    """The replayed rounds of one sequence.
+    """The result of the replay of one sequence.
 
     commits: for each variant, how many tokens the prefill and each round would commit, in this
         order
-    first_choices: the counts of `count_first_choices`, summed over the rounds of one variant. Keys
-        are "marginals" and "head". Values are int64 of shape (4, draft_length)
+    first_choices: how often the drafter's most likely token is right, summed over the rounds of one
+        variant. Keys, and the four rows of each value, are those of `count_first_choices`. Values
+        are int64 of shape (4, draft_length)
     """
 
     commits: dict[ReplayVariant, list[int]]
@@ -110,7 +111,8 @@ def extract_features(
 
 
 def pack_sequence(sequence: PromptAndAnswer, device: torch.device) -> dict[str, torch.Tensor]:
-    """Return a sequence in the form of a packed training sequence that contains one document.
+    """Return a sequence in the form of a packed training sequence, with the whole sequence as its
+    only document.
 
     Returns token ids, positions and document numbers, each of shape (1, num_tokens).
     """
@@ -132,9 +134,9 @@ def replay_sequences(
     features: Sequence[torch.Tensor] | None = None,
     first_choice_variant: ReplayVariant | None = None,
 ) -> list[ReplayedSequence]:
-    """Replay sequences with each variant, and return how many tokens each round would commit.
-    Except for rounding errors, the counts equal `Sequence.commits` of an engine that decodes the
-    same prompts.
+    """Compute how many tokens each round would commit if the sequences were decoded with each
+    variant (tree method and node budget). Except for rounding errors, the counts equal
+    `Sequence.commits` of an engine that decodes the same prompts.
 
     drafter: a drafter with a network; prompt lookup is not supported
     sequences: prompts and greedy answers; an answer includes its end token if it has one
@@ -252,8 +254,9 @@ def count_first_choices(
     target: Target, drafter: Drafter, batch: BlockBatch, accepted_lengths: torch.Tensor
 ) -> dict[str, torch.Tensor]:
     """Count how often the drafter's first choice, its most likely token at a position, is the
-    answer's token. If a round accepts m draft tokens of a block, the first m + 1 positions of the
-    block are counted, as one attempt each.
+    answer's token. If a round accepts m draft tokens, each of the first m + 1 positions is one
+    attempt. Attempts are counted separately by whether the first choices at all earlier positions
+    of the block were right.
 
     accepted_lengths: number of draft tokens that a round accepts, for each block of `batch`
 
@@ -261,10 +264,10 @@ def count_first_choices(
     head. If the drafter has a conditional head, the key "head" has the counts for the scores with
     it. Counts are int64 of shape (4, num_blocks, draft_length). The first dimension has these
     entries:
-    0: attempts at positions before which all accepted tokens are first choices
-    1: number of these attempts in which the first choice is the answer's token
-    2: attempts at positions before which some accepted token is not a first choice
-    3: number of these attempts in which the first choice is the answer's token
+    0: attempts at positions where all earlier first choices of the block were right
+    1: those attempts of entry 0 in which the first choice is the answer's token
+    2: attempts at positions where an earlier first choice of the block was wrong
+    3: those attempts of entry 2 in which the first choice is the answer's token
     """
     next_tokens = batch.next_tokens[:, :-1]  # (num_blocks, draft_length)
     log_probs_by_source = {"marginals": batch.block.marginals}
@@ -306,9 +309,11 @@ def replay_tree_variants(
     target: Target, drafter: Drafter, baseline: Iterable[DecodedSequence], config: EvaluationConfig
 ) -> list[ReplayedSequence]:
     """Replay the outputs of baseline decoding with chains, and with DDTree at every node budget.
-    Each is replayed with every ranking that `ReplayVariant` describes and that applies to it. First
-    choices (most likely tokens of the drafter) are counted in the rounds of the largest tree.
-    Returns an empty list for sampled outputs, and for prompt lookup, which drafts no blocks.
+
+    Chains and trees are replayed with the rankings of `ReplayVariant`. Chains have no "ideal"
+    ranking, and "marginals" is left out without a conditional head. First choices (most likely
+    tokens of the drafter) are counted in the rounds of the largest tree. Returns an empty list for
+    sampled outputs, and for prompt lookup, which drafts no blocks.
     """
     if config.temperature > 0 or drafter.family is PROMPT_LOOKUP_FAMILY:
         return []
@@ -325,7 +330,8 @@ def replay_tree_variants(
 
 
 def summarise_replay(sequences: Sequence[ReplayedSequence]) -> TreeStudy:
-    """Return τ (tokens per round) of each variant and the accuracy of the drafter's first choices.
+    """Return τ (tokens per round) of each variant (tree method, node budget and ranking), and the
+    accuracy of the drafter's first choices.
 
     Both are computed over all sequences, with confidence intervals. A first choice is the drafter's
     most likely token.

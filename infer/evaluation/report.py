@@ -1,8 +1,8 @@
 """Writes the report of an evaluation as an HTML page without external files.
 
 The page is for readers who do not know speculative decoding. The template report.html.j2 contains
-its text. The colours follow the light or dark setting of the browser. Differences that colours show
-are also marked in another way.
+its text. The colours follow the light or dark setting of the browser. All that a colour shows is
+also shown by a sign, a font or a line pattern.
 """
 
 import platform

@@ -59,7 +59,7 @@ class ExampleRound:
 
     before: the end of the text before the root token of the draft tree
     nodes: the draft tree; the first node is the root
-    added: the token that the target added after the accepted tokens
+    added: the target's own token, which follows the accepted tokens
     """
 
     before: str
@@ -232,9 +232,9 @@ class MethodResult:
 def find_tree_method(name: str) -> TreeMethod:
     """Return the properties of the decoding method with the given name.
 
-    The name is a key of TREE_METHODS, or the name of a method that only evaluations have. These are
-    drafting from n-grams without a drafter, and decoding by transformers. For an unknown name,
-    default properties are returned.
+    The name is a key of TREE_METHODS, or the name of one of two methods that only evaluations use:
+    drafting from n-grams without a drafter, and baseline decoding with transformers. For an unknown
+    name, default properties are returned.
     """
     rows = TREE_METHODS | {
         row.name: row for row in (NGRAMS_ALONE_TREE_METHOD, TRANSFORMERS_BASELINE_METHOD)
@@ -275,7 +275,10 @@ class FirstChoiceAccuracy:
 
 @dataclass(frozen=True)
 class ReplayResult:
-    """The acceptance length of one replayed variant, see `ReplayVariant` in replay.py."""
+    """The acceptance length of a tree method with one node budget, computed without decoding.
+
+    nodes is the node budget. ranking is explained at `ReplayVariant` in infer/evaluation/replay.py.
+    """
 
     method: str
     nodes: int
@@ -286,11 +289,12 @@ class ReplayResult:
 
 @dataclass(frozen=True)
 class TreeStudy:
-    """A comparison of trees and chains (drafts without branches), from replays of greedy outputs.
+    """A comparison of trees and chains (drafts without branches). The acceptance with both was
+    computed for given greedy outputs, without decoding them again (infer/evaluation/replay.py).
 
     nodes: node budget of the draft trees for which `first_choices` was counted
     first_choices: how often the most likely token of the drafter is right
-    results: the acceptance length of each replayed variant
+    results: the acceptance length with each tree method and node budget
     """
 
     nodes: int
@@ -325,7 +329,7 @@ class Evaluation:
     # Name of the prompt set, such as "temperature 1"; None for the held-out prompts of the main
     # evaluation
     prompt_set_name: str | None = field(default=None, metadata={"key": "what"})
-    # The command `doctor` checks other engines with this reference
+    # Prompts, answers and acceptance with which the command `doctor` checks other engines
     reference: AcceptanceReference | None = None
     # None if nothing was replayed: for sampled outputs, and for prompt lookup
     tree_study: TreeStudy | None = field(default=None, metadata={"key": "trees"})

@@ -65,7 +65,8 @@ def build_sample(target: Target, sequence: DecodedSequence) -> TextSample:
     """Cut the output of a sequence into pieces of text, see `TextSample`.
 
     The first piece is the token that the prefill generated. Each round then has up to three pieces:
-    the accepted draft tokens, the rejected draft tokens, and the token that the target added.
+    the accepted draft tokens, the rejected draft tokens, and the target's own token, which follows
+    the accepted ones.
     """
     tokenizer: Any = target.tokenizer
     decode_prompts = tokenizer.decode

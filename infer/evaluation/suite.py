@@ -58,7 +58,9 @@ class LoadedQuestionSet(Protocol):
 
 
 class SuiteOptions(Protocol):
-    """Interface of the options of a suite. SuiteConfig in data/suites.py implements it."""
+    """Interface of the options that choose a suite of question sets. SuiteConfig in data/suites.py
+    implements it.
+    """
 
     name: str | None
     thinking: bool
@@ -139,7 +141,7 @@ def evaluate_question_set(
     """Decode one question set at one temperature, and return the results.
 
     For every method, the results include the number of answers that equal those of baseline
-    decoding, and the speedup as publications compute it, see `seconds_per_token`.
+    decoding, and the speedup as publications compute it, see `compute_decode_seconds_per_token`.
 
     settings: the result of `collect_settings`, which is stored with the results
     deadline: a value of time.monotonic(), after which no more questions are started
@@ -189,7 +191,8 @@ def answer_questions(
     progress: ProgressCallback,
     deadline: float = math.inf,
 ) -> tuple[list[VariantMeasurement], int]:
-    """Answer the questions of all chats with every decoding variant, turn by turn.
+    """Answer the questions of all chats with every decoding variant. A chat may have several turns
+    (a question and its answer), which are answered one after the other.
 
     thinking: value of the chat template variable enable_thinking
     deadline: a value of time.monotonic(), after which no more questions are started
@@ -232,7 +235,7 @@ def answer_questions(
     if not measurements_by_turn:
         raise ValueError(
             f"{question_set.title}: every question is too long for the target, which supports "
-            f"{max_positions(target)} tokens including {max_new_tokens} new ones: reduce "
+            f"{max_positions(target)} tokens including {max_new_tokens} generated ones: reduce "
             "evaluation.max_new_tokens"
         )
     return merge_measurements(measurements_by_turn), left_out

@@ -109,8 +109,8 @@ def format_method_table(evaluation: Evaluation) -> str:
 def format_evaluation(evaluation: Evaluation) -> str:
     """Return the text that a terminal shows for an evaluation.
 
-    It has a table of methods, a table of the results on each group of prompts, a table of replayed
-    trees (see infer/evaluation/replay.py), and notes.
+    It has a table of methods, a table of the results on each group of prompts, a table of draft
+    trees whose acceptance was computed without decoding (infer/evaluation/replay.py), and notes.
     """
     paragraphs = [format_method_table(evaluation)]
 
@@ -130,12 +130,12 @@ def format_evaluation(evaluation: Evaluation) -> str:
 
 
 def build_replay_table(evaluation: Evaluation) -> tuple[list[Sequence[str]], str] | None:
-    """Return a table with the τ (tokens per round) of replayed chains and draft trees, and a
-    sentence that compares them. A chain is a draft without branches. A replay computes, without
-    decoding, how many tokens each round would commit.
+    """Return a table with the τ (tokens per round) of chains (drafts without branches) and draft
+    trees, and a sentence that compares them. These values of τ were computed without decoding
+    (infer/evaluation/replay.py).
 
-    The first row of the table has the column names REPLAY_TABLE_COLUMNS. Returns None if nothing
-    was replayed.
+    The first row of the table has the column names REPLAY_TABLE_COLUMNS. Returns None if
+    `evaluation` has no such values.
     """
     study = evaluation.tree_study
     if study is None:

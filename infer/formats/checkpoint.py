@@ -163,17 +163,19 @@ def check_draft_vocabulary(folder: str | Path, d2t: torch.Tensor, vocabulary_siz
     is_inside = ((tokens >= 0) & (tokens < vocabulary_size)).all()
     if not is_inside or len(tokens.unique()) < len(tokens):
         raise ValueError(
-            f"{folder}: the tensor d2t maps two draft tokens to the same target token, or one to "
-            f"an id outside the vocabulary (0 to {vocabulary_size - 1}); copy the drafter again"
+            f"{folder}: the tensor d2t maps two draft tokens to the same target token, or a "
+            f"draft token to an id that the target does not have (ids are 0 to "
+            f"{vocabulary_size - 1}); copy the drafter again"
         )
 
 
 def require_zero_d2t(folder: str | Path, d2t: torch.Tensor) -> None:
-    """Check `d2t` of a drafter whose draft vocabulary is larger than the target's vocabulary,
-    because it has padding. Raise ValueError unless `d2t` is zero everywhere, which means that draft
-    token ids are the target's token ids.
+    """Raise ValueError unless `d2t` is zero everywhere, which means that the drafter uses the
+    target's token ids. Called for a drafter whose vocabulary is larger than the target's, because
+    it is padded.
 
     folder: the drafter's folder, for the message
+    d2t: for each draft token, the target's token id minus the draft token's id
     """
     if d2t.any():
         raise ValueError(

@@ -304,8 +304,9 @@ def find_final_norm_differences(reading: ParsedConfig) -> EngineProblems:
 
 
 def find_causality_differences(config: dict, reading: ParsedConfig) -> EngineProblems:
-    """Yield a problem for each engine that would use causal attention inside the drafted block in
-    other layers of the drafter than this project does.
+    """Yield a problem for each engine that would run a layer of the drafter with another attention
+    mask than this project does: causal inside the drafted block instead of bidirectional, or the
+    reverse.
 
     An engine reads one or more flags of config.json. The first flag that is set decides for all
     layers. If no flag is set, layers with a sliding window are causal, and layers with full

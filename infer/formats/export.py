@@ -44,11 +44,11 @@ def find_attention_limits(drafter: Drafter) -> dict[str, str]:
     limits = {}
     if starts_at_anchor:
         limits["from anchor"] = (
-            "its first slot, that of the bonus token, drafts a token (sample_from_anchor is true)"
+            "it drafts a token at the position of the bonus token too (sample_from_anchor is true)"
         )
     else:
         limits["not from anchor"] = (
-            "its first slot, that of the bonus token, drafts no token (train with "
+            "it drafts no token at the position of the bonus token (train with "
             "drafter.sample_from_anchor=true)"
         )
     if any(causal for causal, _ in patterns):
@@ -107,7 +107,7 @@ def find_head_limits(drafter: Drafter) -> dict[str, str]:
         limits["reduced selector vocabulary"] = "its selector head has a reduced vocabulary"
     if starts_at_anchor:
         limits["selector from anchor"] = (
-            "its selector head also chooses a token in the first slot, that of the bonus token "
+            "its selector head also chooses a token at the position of the bonus token "
             "(sample_from_anchor is true)"
         )
     if top_k > MAX_EXPORTED_SELECTOR_TOP_K:

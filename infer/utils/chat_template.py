@@ -1,9 +1,9 @@
 """Convert chat messages to the form that a chat template expects.
 
 Most chat templates (Qwen3, Llama 3) expect the arguments of a tool call as an object. Others
-(DeepSeek V3, R1, V3.1) join the arguments with strings, and expect JSON text. Some templates read
-the reasoning of an answer under a separate key of the message. Others expect the reasoning at the
-start of the content.
+(DeepSeek V3, R1, V3.1) insert the arguments into the prompt as they are, and expect JSON text. Some
+templates read the reasoning of an answer under a separate key of the message. Others expect the
+reasoning at the start of the content.
 """
 
 import json

@@ -101,8 +101,8 @@ def read_small_regular_file(path: Path, max_bytes: int) -> str:
     """Return the text of a regular file of at most `max_bytes` bytes.
 
     Devices and pipes are never opened: a device may have no end, and a pipe may block until another
-    process writes to it. Raises UnreadableFileError if `path` is not a regular file or the file is
-    too large. Raises OSError if the file cannot be read.
+    process writes to it. Raises RefusedFileError if `path` is not a regular file or the file is too
+    large. Raises OSError if the file cannot be read.
     """
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
@@ -132,8 +132,8 @@ def hold_lock_file(lock_path: Path, output_name: str, option: str) -> Generator[
         try:
             yield
         finally:
-            # Another process may already have opened this file. It notices in `acquire_lock_file`
-            # that the file was removed.
+            # Another process may already have opened this file. That process notices in
+            # `acquire_lock_file` that the file was removed.
             lock_path.unlink(missing_ok=True)
 
 

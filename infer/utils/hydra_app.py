@@ -240,8 +240,8 @@ def build_checked_options(
 
 
 def find_chosen_keys(hydra_config: Any) -> set[str]:
-    """Return the names of the options and groups that the user has set, on the command line or
-    through a preset.
+    """Return the names of the options and option groups that the user has set, on the command line
+    or through a preset.
 
     hydra_config: Hydra's own section of the configuration
     """

@@ -13,9 +13,10 @@ from contextlib import contextmanager
 from shutil import get_terminal_size
 from typing import TextIO
 
-# Time between two lines of the heartbeat, and of a `Progress` whose output is not a terminal.
+# Time between two lines of the heartbeat thread, and of a `Progress` whose output is not a
+# terminal.
 SECONDS_BETWEEN_PROGRESS_LINES = 60.0
-# Time after which the heartbeat prints its first line if the command has printed nothing.
+# Time without output from the command after which the heartbeat thread prints its first line.
 SECONDS_TO_FIRST_PROGRESS_LINE = 25.0
 # Time between two updates of the progress line on a terminal.
 SECONDS_BETWEEN_PROGRESS_LINE_REWRITES = 0.1
@@ -94,8 +95,9 @@ HEARTBEAT = ActivityReporter()
 
 @contextmanager
 def set_activity_within_block(activity: str) -> Generator[None]:
-    """Set `activity` within the block as the text that the heartbeat prints when the command prints
-    nothing. Restore the previous text after the block."""
+    """Within the block, let the heartbeat thread print `activity` when the command has printed
+    nothing for a while. Restore the previous text after the block.
+    """
     previous_activity = HEARTBEAT.activity
     previous_since = HEARTBEAT.since
     HEARTBEAT.set_activity(activity)

@@ -212,7 +212,7 @@ def test_our_server_is_healthy_with_any_method(
     assert measurement.incomparable_options == incomparable_options
     diagnosis = diagnose_drafter(embedded, drafter, short_reference, measurement)
     assert diagnosis.healthy and diagnosis.cause is None, diagnosis.verdict
-    assert ("To compare that too" in diagnosis.verdict) == bool(incomparable_options)
+    assert ("To compare the acceptance too" in diagnosis.verdict) == bool(incomparable_options)
     assert incomparable_options in diagnosis.verdict
 
     other_engine = replace(

@@ -391,7 +391,7 @@ def test_exports_that_engines_would_run_differently_are_refused(
     _, swiglu_drafter = make_drafter_with_head("swiglu")
     cases = [
         (markov_drafter, "dflash", "use format=dspark or specforge or speculators"),
-        (markov_drafter, "dspark", "its first slot, that of the bonus token, drafts no token"),
+        (markov_drafter, "dspark", "it drafts no token at the position of the bonus token"),
         (drafter_without_head, "dflash2", "without a conditional head: use format=dflash or"),
         (selector_drafter, "dflash2", "chooses among 5000 tokens.*set drafter.head.top_k"),
         (rnn_drafter, "speculators", "its conditional head is recurrent"),
