@@ -91,7 +91,9 @@ def get_embedding_head_and_norm_shapes(
     children = dict(find_decoder(model).named_children())
     if "norm" not in children:
         raise ValueError(
-            f"target.path={path}: the target's last norm is not named `norm`, so it cannot be loaded without the rest of the model; set features=null to train with the whole target in memory"
+            f"target.path={path}: the target's last norm is not named `norm`, so it cannot be "
+            "loaded without the rest of the model; set features=null to train with the whole "
+            "target in memory"
         )
     modules = {"embedding": model.get_input_embeddings(), "last norm": children["norm"]}
     head = model.get_output_embeddings()
@@ -103,7 +105,9 @@ def get_embedding_head_and_norm_shapes(
         missing = [name for name in module_shapes if name not in shapes]
         if missing:
             raise ValueError(
-                f"target.path={path}: the weight files contain no tensor {missing[0]}, which is the target's {title}; {DOWNLOAD_AGAIN_HINT}, or set features=null to train with the whole target in memory"
+                f"target.path={path}: the weight files contain no tensor {missing[0]}, which is "
+                f"the target's {title}; {DOWNLOAD_AGAIN_HINT}, or set features=null to train with "
+                "the whole target in memory"
             )
         required |= module_shapes
     return required
