@@ -35,9 +35,9 @@ class EngineMeasurement:
     acceptance_by_answer: acceptance of each answer, or a single entry for all answers together
     repeated_acceptance: the acceptance of the second request with each prompt, in the same form
     draft_tokens_per_round: mean number of draft tokens per round
-    incomparable_options: "" if the engine drafts one chain with a whole block of tokens per round.
-        Otherwise, its acceptance cannot be compared with that of this process, and this text
-        contains the engine's decoding options
+    incomparable_options: the engine's decoding options, if it does not draft one chain with a whole
+        block of tokens per round, so that its acceptance cannot be compared with that of our own
+        decoder; else ""
     """
 
     engine: str
@@ -73,7 +73,7 @@ class AcceptanceComparison:
 
     @property
     def is_comparable(self) -> bool:
-        """Whether the acceptance of the other engine can be compared with that of this process.
+        """Whether the acceptance of the other engine can be compared with that of our own decoder.
         This is so if both draft one chain with a whole block of tokens per round. True if no other
         engine was measured.
         """

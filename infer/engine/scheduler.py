@@ -238,10 +238,8 @@ class Scheduler:
         """Return the cost of computing one position after `context_length` positions, in units of
         one position without context. The result is rounded to a multiple of 0.5, so that there are
         few tree sizes."""
-        return (
-            1
-            + round(2 * context_length / self.runner.target.context_length_matching_weight_cost) / 2
-        )
+        relative_length = context_length / self.runner.target.context_length_matching_weight_cost
+        return 1 + round(2 * relative_length) / 2
 
     @property
     def _prefilling_context_length(self) -> int:

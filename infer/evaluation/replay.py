@@ -85,9 +85,9 @@ class ReplayedSequence(NamedTuple):
 
     commits: for each variant, how many tokens the prefill and each round would commit, in this
         order
-    first_choices: how often the drafter's most likely token is right, summed over the rounds of one
-        variant. Keys, and the four rows of each value, are those of `count_first_choices`. Values
-        are int64 of shape (4, draft_length)
+    first_choices: how often the drafter's most likely token is right, summed over the rounds of the
+        variant that the caller chose. See `count_first_choices` for the keys and for the values,
+        which are int64 of shape (4, draft_length)
     """
 
     commits: dict[ReplayVariant, list[int]]

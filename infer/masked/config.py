@@ -62,7 +62,7 @@ class MaskedConfig:
 @dataclass
 class MaskedOptions(MaskedConfig, SamplingOptions):
     """All options of decoding with a masked diffusion model: the options of MaskedConfig and those
-    of TextOptions."""
+    of SamplingOptions."""
 
     def check(self) -> None:
         """Raise ValueError if an option has an invalid value, or a value that masked diffusion

@@ -171,9 +171,9 @@ class RegenerationTask:
             self.record = {"index": self.example.index, "error": error}
 
     def _add_messages_until_assistant(self) -> None:
-        """Append the example's messages before its next assistant message to `messages`.
+        """Extend `messages` by the example's next messages, up to its next assistant message.
 
-        If there is no message before it, finish the chat.
+        If this adds no message, the chat is finished.
         """
         previous_count = len(self.messages)
         while self._remaining and self._remaining[0]["role"] != "assistant":

@@ -311,7 +311,7 @@ def read_weight_shapes(path: str, folder: Path) -> dict[str, Shape]:
 def read_local_shapes(path: str, config: PretrainedConfig) -> dict[str, Shape]:
     """Return the shape of every weight tensor of a model in a local folder, by tensor name. Return
     {} for a model on the hub. Raises ValueError or FileNotFoundError if weight files are damaged or
-    missing, and ValueError if config.json has more layers than there are tensors."""
+    missing, and ValueError if config.json has more layers than the weight files."""
     folder = Path(resolve_hub_id_or_folder(path))
     shapes = read_weight_shapes(path, folder) if folder.is_dir() else {}
     num_layers = config.get_text_config().num_hidden_layers

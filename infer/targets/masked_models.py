@@ -23,7 +23,7 @@ class OptionalTargetKind:
     config_key: str  # key of config.json that only models of this kind have
     # Dataclass of the decoding options, which are the section `masked` of a command's options.
     options_class: str
-    merge_options: str  # function (TextOptions, decoding options) -> both as one object
+    merge_options: str  # function (SamplingOptions, decoding options) -> both as one object
     load: str  # function (path, dtype, device, trust_remote_code) -> model
     # Function (model, prompts, EvaluationConfig, decoding options, progress) -> Evaluation.
     evaluate: str

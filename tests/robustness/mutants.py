@@ -40,8 +40,8 @@ KNOWN_MUTANTS = [
         "context leaks at the anchor",
         "infer/attention/masks.py",
         (
-            "context_ends = starts[..., None].expand(-1, -1, width)",
-            "context_ends = 1 + starts[..., None].expand(-1, -1, width)",
+            "context_ends = block_start_positions[..., None].expand(-1, -1, block_size)",
+            "context_ends = 1 + block_start_positions[..., None].expand(-1, -1, block_size)",
         ),
         BLOCKS_TESTS,
     ),
@@ -49,8 +49,8 @@ KNOWN_MUTANTS = [
         "context leaks after the anchor",
         "infer/attention/masks.py",
         (
-            "context_ends = starts[..., None].expand(-1, -1, width)",
-            "context_ends = 2 + starts[..., None].expand(-1, -1, width)",
+            "context_ends = block_start_positions[..., None].expand(-1, -1, block_size)",
+            "context_ends = 2 + block_start_positions[..., None].expand(-1, -1, block_size)",
         ),
         BLOCKS_TESTS,
     ),
@@ -64,8 +64,9 @@ KNOWN_MUTANTS = [
         "a block sees other documents",
         "infer/attention/masks.py",
         (
-            "context_starts = find_document_starts(documents).gather(1, starts)[..., None]",
-            "context_starts = 0 * starts[..., None]",
+            "context_starts = find_document_starts(documents)"
+            ".gather(1, block_start_positions)[..., None]",
+            "context_starts = 0 * block_start_positions[..., None]",
         ),
         BLOCKS_TESTS,
     ),
@@ -259,7 +260,7 @@ KNOWN_MUTANTS = [
     (
         "the cap has no slope",
         "train/objective.py",
-        ("delta.mul_(scale_slope)", "pass"),
+        ("logit_gradient.mul_(logit_scale_derivative)", "pass"),
         "tests/train/test_objective.py -k scaled_logits",
     ),
     (
@@ -343,17 +344,13 @@ KNOWN_MUTANTS = [
     (
         "all prompts are computed before the next round",
         "infer/engine/scheduler.py",
-        ("if running and self.positions is not None:", "if False:"),
+        ("if running and self.max_batched_positions is not None:", "if False:"),
         ADMISSION_TESTS + " -k few_positions",
     ),
     (
         "contexts cost nothing",
         "infer/engine/scheduler.py",
-        (
-            "return 1 + round(2 * context / "
-            "self.runner.target.context_length_matching_weight_cost) / 2",
-            "return 1",
-        ),
+        ("return 1 + round(2 * relative_length) / 2", "return 1"),
         ADMISSION_TESTS,
     ),
     (

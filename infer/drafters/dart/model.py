@@ -56,7 +56,8 @@ from infer.targets.support import get_attention_layer_ids
 from infer.targets.target import Target
 
 CAUSAL_PATTERN: AttentionPattern = (True, None)
-# A warm start sets the mask vector to the layer's mean input over this number of random tokens.
+# A warm start sets the mask vector, which is the input of all masked positions, to the mean input
+# of the copied target layer over this number of random tokens.
 NUM_RANDOM_TOKENS_FOR_MASK_VECTOR = 128
 
 

@@ -38,8 +38,8 @@ class CheckpointLayout(NamedTuple):
     # Key: a key of config.json in this layout. Value: the name of the key in this project.
     key_names: Mapping[str, str] = EMPTY_MAPPING
     first_layer_id: int = 0  # number that target_layer_ids uses for the target's first layer
-    # Default: which output of the target's last layer a drafter in this layout reads, "raw" (before
-    # the target's final norm) or "normed" (after this norm).
+    # The output of the target's last layer that drafters with this checkpoint layout read, if
+    # config.json does not say it: "raw" (before the target's final norm) or "normed" (after it).
     last_tap: str = "normed"
 
 

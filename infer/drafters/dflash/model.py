@@ -531,7 +531,7 @@ class DFlash(Drafter):
     ) -> None:
         """Compute the keys and values of newly committed positions and write them to the KV cache.
 
-        The keys and values equal the result of `DrafterAttention.project_keys_values` in training.
+        The keys and values equal those that `project_keys_values` computes in training.
         `tokens` is ignored; the other arguments are explained in `Drafter.update_context`.
         """
         cache = state.cache

@@ -120,7 +120,7 @@ import ctypes, re, torch
 from pathlib import Path
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from infer import Engine
-from infer.config import DrafterConfig, EngineConfig, TextOptions
+from infer.config import DrafterConfig, EngineConfig, SamplingOptions
 from infer.drafters.build import create_drafter
 from infer.targets.target import Target
 
@@ -148,7 +148,7 @@ def resident(name):
 
 nucleus = {"temperature": 1.0, "top_p": 0.9}
 for option in {}, nucleus, nucleus | {"top_k": 50, "min_p": 0.01}:
-    engine.submit([1, 2, 3], TextOptions(max_new_tokens=100, ignore_eos=True, **option))
+    engine.submit([1, 2, 3], SamplingOptions(max_new_tokens=100, ignore_eos=True, **option))
     engine.step()
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     resident_before = resident("VmRSS")
