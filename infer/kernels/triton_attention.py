@@ -11,8 +11,8 @@ depend on the number of cached positions, so both kernels can be recorded in a C
 """
 
 import torch
-import triton  # ty: ignore[import-not-found]
-import triton.language as tl  # ty: ignore[import-not-found]
+import triton
+import triton.language as tl
 
 from infer.attention.masks import AttentionMask
 

@@ -7,8 +7,8 @@ frontier. Each step adds the best entry to the tree. The CPU version of the algo
 """
 
 import torch
-import triton  # ty: ignore[import-not-found]
-import triton.language as tl  # ty: ignore[import-not-found]
+import triton
+import triton.language as tl
 
 from infer.kernels.reference_search import (
     CandidateTables,
