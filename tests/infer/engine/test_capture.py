@@ -133,7 +133,9 @@ def test_replayed_rounds_decode_the_same_as_eager_rounds(
             assert [id for id, _ in actual.top] == [id for id, _ in expected.top]
             assert actual.logprob == pytest.approx(expected.logprob, abs=1e-4)
     used_keys = set(engine.runner.graphs.graphs)
-    assert engine.runner.graphs.replays > 10 and engine.runner.graphs.is_enabled
+    # The automatic budget depends on measured times, and larger trees need fewer rounds.
+    min_replays = 1 if budget == "auto" else 11
+    assert engine.runner.graphs.replays >= min_replays and engine.runner.graphs.is_enabled
     assert {key.rows for key in used_keys} == {1, 2, 3}
     assert budget == "auto" or options is MIXED_OPTIONS or len(used_keys) == 3
     assert options is GREEDY_OPTIONS or len({key.kind for key in used_keys}) > 3
