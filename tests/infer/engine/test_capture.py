@@ -112,6 +112,9 @@ def test_replayed_rounds_decode_the_same_as_eager_rounds(
     target, drafter = make_tiny(seed=3, block_size=6, head=HeadConfig(name=head), **kind)
     dice = random.Random(1)
     prompts = [[dice.randrange(90) for _ in range(dice.randrange(2, 30))] for _ in range(5)]
+    # With the automatic budget the number of rounds depends on measured times, so the outputs are
+    # longer.
+    length_factor = 2 if budget == "auto" else 1
     sequences = {}
     for compile in (False, True):
         config = EngineConfig(
@@ -121,7 +124,10 @@ def test_replayed_rounds_decode_the_same_as_eager_rounds(
         engine.runner.uses_cuda_graphs = compile
         sequences[compile] = []
         for i, prompt in enumerate(prompts):
-            text_options = SamplingOptions(max_new_tokens=8 + 3 * i, **options[i % len(options)])
+            max_new_tokens = length_factor * (8 + 3 * i)
+            text_options = SamplingOptions(
+                max_new_tokens=max_new_tokens, **options[i % len(options)]
+            )
             sequences[compile].append(engine.submit(prompt, text_options))
             engine.step()
         while engine.has_unfinished_sequences:
@@ -133,9 +139,7 @@ def test_replayed_rounds_decode_the_same_as_eager_rounds(
             assert [id for id, _ in actual.top] == [id for id, _ in expected.top]
             assert actual.logprob == pytest.approx(expected.logprob, abs=1e-4)
     used_keys = set(engine.runner.graphs.graphs)
-    # The automatic budget depends on measured times, and larger trees need fewer rounds.
-    min_replays = 1 if budget == "auto" else 11
-    assert engine.runner.graphs.replays >= min_replays and engine.runner.graphs.is_enabled
+    assert engine.runner.graphs.replays > 10 and engine.runner.graphs.is_enabled
     assert {key.rows for key in used_keys} == {1, 2, 3}
     assert budget == "auto" or options is MIXED_OPTIONS or len(used_keys) == 3
     assert options is GREEDY_OPTIONS or len({key.kind for key in used_keys}) > 3
