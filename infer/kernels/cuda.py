@@ -1,17 +1,19 @@
-"""Fast versions of operations on NVIDIA GPUs: attention, and the search for draft-tree nodes.
+"""Fast versions of operations on NVIDIA GPUs.
 
-Attention uses a Triton kernel for decoding and FlexAttention for training. The search is one Triton
-kernel.
+Decoding uses Triton kernels: those of `infer.kernels.triton_rows` between the matmuls of a layer,
+and those of `infer.kernels.triton_attention` and `infer.kernels.triton_search`. Training uses
+FlexAttention.
 """
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import cast
 
 import torch
 
+from infer.attention.kv_cache import LayerCacheView, PackedLayerView
 from infer.attention.masks import AttentionMask
-from infer.kernels import reference
+from infer.kernels import reference, triton_rows
 from infer.kernels.table import FastKernels
 from infer.kernels.triton_attention import tree_attention
 from infer.kernels.triton_search import best_first_search
@@ -37,8 +39,27 @@ def attention(
     if mask.new_key_mask is None:
         unpacked = reference.ungroup_query_heads(queries, mask)
         return flex_attention(unpacked, keys, values, mask, scale).reshape(queries.shape)
-    packed = reference.group_query_heads(queries, keys)
-    return tree_attention(packed, keys, values, mask, scale).view(queries.shape)
+    new_positions = mask.new_key_mask.shape[-1]
+    rows, _, _, head_size = keys.shape
+    by_position = queries.reshape(rows, -1, new_positions, head_size).transpose(1, 2)
+    attended = tree_attention(by_position.flatten(0, 1).contiguous(), keys, values, mask, scale)
+    by_head = attended.view(rows, new_positions, -1, head_size).transpose(1, 2)
+    return by_head.reshape(queries.shape)
+
+
+def attend(
+    queries: torch.Tensor,
+    layer_cache: LayerCacheView | PackedLayerView,
+    mask: AttentionMask,
+    scale: float,
+) -> torch.Tensor:
+    """Implement `infer.kernels.reference.attend` on a GPU. In decoding, queries and results are not
+    rearranged."""
+    if mask.new_key_mask is None:
+        return reference.attend_with(attention, queries, layer_cache, mask, scale)
+    assert layer_cache.keys is not None
+    assert layer_cache.values is not None
+    return tree_attention(queries.contiguous(), layer_cache.keys, layer_cache.values, mask, scale)
 
 
 def flex_attention(
@@ -72,8 +93,12 @@ def compile_flex_attention() -> Callable[..., torch.Tensor]:
 
 
 CUDA_FUNCTIONS_BY_OPERATION = {
+    "rms_norm": triton_rows.rms_norm,
+    "add_rms_norm": triton_rows.add_rms_norm,
+    "qk_norm_rope_write": triton_rows.qk_norm_rope_write,
+    "gated_activation": triton_rows.gated_activation,
     "attention": attention,
-    "attend": partial(reference.attend_with, attention),
+    "attend": attend,
     "best_first_search": best_first_search,
 }
 CUDA_FAST_KERNELS = FastKernels(CUDA_FUNCTIONS_BY_OPERATION)

@@ -1,5 +1,6 @@
 """Triton kernels for the attention of draft-tree nodes over a KV cache.
 
+Queries are read and results are written in the layout of a layer's matmuls, position by position.
 Keys and values are read once for all query heads that share them. For each batch row, they are read
 only up to the last node. The number of cached positions of a batch row is read from GPU memory. The
 mask between the nodes is stored in memory. The mask of the cached positions is computed from the
@@ -9,6 +10,8 @@ As in FlashDecoding, the keys are divided into splits. A program of the first ke
 of queries over one split. The second kernel combines the results of the splits. Launch grids do not
 depend on the number of cached positions, so both kernels can be recorded in a CUDA graph.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -22,6 +25,20 @@ WANTED_TRITON_ATTENTION_PROGRAMS = 264
 MAX_TRITON_ATTENTION_KEY_SPLITS = 32
 # Larger tiles of keys do not fit in shared memory.
 MAX_TRITON_ATTENTION_KEY_TILE_BYTES = 2**15
+
+
+class AttentionTile(NamedTuple):
+    """The queries and keys that a program computes together, and how it is compiled."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int  # number of tiles of keys that are loaded ahead
+
+
+# These tiles were the fastest on an H200 (docs/results/gpu.md).
+FEW_QUERIES_TILE = AttentionTile(queries=16, keys=64, warps=4, stages=3)
+MANY_QUERIES_TILE = AttentionTile(queries=32, keys=128, warps=4, stages=2)
 
 
 @triton.jit(do_not_specialize=["num_nodes", "num_queries", "key_splits", "tree_mask_stride"])
@@ -40,9 +57,12 @@ def _attend_split(
     feature = tl.arange(0, BLOCK_E)
     is_query = query_index < num_queries
     is_feature = feature < E
-    q_pointers = query + (head * num_queries + query_index[:, None]) * E + feature
+    # A position's query heads are adjacent, first those of the first key head.
+    heads_per_key_head = num_queries // num_nodes
+    query_row = (row * num_nodes + node) * key_heads + head % key_heads
+    query_row = query_row * heads_per_key_head + query_index // num_nodes
     q_mask = is_query[:, None] & is_feature
-    q = tl.load(q_pointers, mask=q_mask, other=0.0)
+    q = tl.load(query + query_row.to(tl.int64)[:, None] * E + feature, mask=q_mask, other=0.0)
     cache_length = tl.load(cache_lengths + row)
     first_slot = tl.load(first_visible + row * num_nodes + node, mask=is_query, other=cache_length)
     key_start = tl.maximum(tl.minimum(tl.min(first_slot, 0), cache_length), 0) // BLOCK_K * BLOCK_K
@@ -87,19 +107,16 @@ def _attend_split(
     tl.store(partial_stats + out_row * 2 + 1, running_sum, mask=is_query)
 
 
-@triton.jit(do_not_specialize=["num_queries", "key_splits"])
+@triton.jit(do_not_specialize=["num_nodes", "num_queries", "key_splits"])
 def _combine_splits(
-    partial_out,
-    partial_stats,
-    out,
-    num_queries,
-    key_splits,
-    E: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-):
+    partial_out, partial_stats, out, num_nodes, num_queries, key_splits, key_heads,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, MAX_SPLITS: tl.constexpr,
+):  # fmt: skip
     query_index = tl.program_id(0)
     head = tl.program_id(1)
+    position = head // key_heads * num_nodes + query_index % num_nodes
+    out_row = position * key_heads + head % key_heads
+    out_row = out_row * (num_queries // num_nodes) + query_index // num_nodes
     split = tl.arange(0, MAX_SPLITS)
     feature = tl.arange(0, BLOCK_E)
     is_split = split < key_splits
@@ -114,7 +131,7 @@ def _combine_splits(
         other=0.0,
     )
     tl.store(
-        out + (head * num_queries + query_index) * E + feature,
+        out + out_row.to(tl.int64) * E + feature,
         tl.sum(split_out * weight[:, None], 0) / total,
         mask=feature < E,
     )
@@ -127,36 +144,28 @@ def tree_attention(
     mask: AttentionMask,
     scale: float,
 ) -> torch.Tensor:
-    """Return the attention of draft-tree nodes over a KV cache, in the shape of the queries.
+    """Return the attention of draft-tree nodes over a KV cache, (B * nodes, heads * head size).
 
-    queries: (B, key heads, query heads per key head * nodes, head size)
+    queries: (B * nodes, heads, head size), contiguous
     keys, values: (B, key heads, cache capacity, head size), views of a cache
     mask: a mask from `infer.attention.masks.build_tree_mask`
     """
-    rows, heads, num_queries, head_size = queries.shape
+    positions, query_heads, head_size = queries.shape
+    rows, heads = keys.shape[:2]
     tree_mask = mask.new_key_mask
     assert tree_mask is not None
     num_nodes = tree_mask.shape[-1]
+    num_queries = query_heads // heads * num_nodes
     assert keys.stride() == values.stride() and keys.stride(-1) == 1
     assert tree_mask.stride()[1:] == (num_nodes, 1)
-    queries = queries.contiguous()
+    assert queries.is_contiguous()
 
-    # These tile sizes, in queries and keys, were the fastest on an H200 (docs/results/gpu.md).
-    if num_queries <= 16:
-        block_q = 16
-        block_k = 64
-        num_warps = 4
-        num_stages = 3
-    else:
-        block_q = 64
-        block_k = 128
-        num_warps = 8
-        num_stages = 2
+    tile = FEW_QUERIES_TILE if num_queries <= FEW_QUERIES_TILE.queries else MANY_QUERIES_TILE
     block_e = max(16, triton.next_power_of_2(head_size))
-    max_block_k = MAX_TRITON_ATTENTION_KEY_TILE_BYTES // (block_e * queries.element_size())
-    block_k = min(block_k, max_block_k)
+    max_keys = MAX_TRITON_ATTENTION_KEY_TILE_BYTES // (block_e * queries.element_size())
+    block_k = min(tile.keys, max_keys)
 
-    query_tiles = triton.cdiv(num_queries, block_q)
+    query_tiles = triton.cdiv(num_queries, tile.queries)
     key_tiles = triton.cdiv(keys.shape[2], block_k)
     wanted_splits = WANTED_TRITON_ATTENTION_PROGRAMS // (rows * heads * query_tiles)
     key_splits = max(1, min(MAX_TRITON_ATTENTION_KEY_SPLITS, wanted_splits, key_tiles))
@@ -171,12 +180,12 @@ def tree_attention(
         queries, keys, values, mask.cached_lengths, tree_mask.view(torch.uint8),
         mask.key_ranges[0][0].contiguous(), partial_out, partial_stats,
         scale, num_nodes, num_queries, key_splits, heads, *keys.stride()[:3], tree_mask_stride,
-        E=head_size, BLOCK_E=block_e, BLOCK_Q=block_q, BLOCK_K=block_k, PRECISION=precision,
-        num_warps=num_warps, num_stages=num_stages,
+        E=head_size, BLOCK_E=block_e, BLOCK_Q=tile.queries, BLOCK_K=block_k, PRECISION=precision,
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    out = torch.empty_like(queries)
+    out = queries.new_empty(positions, query_heads * head_size)
     _combine_splits[num_queries, rows * heads](
-        partial_out, partial_stats, out, num_queries, key_splits,
-        E=head_size, BLOCK_E=block_e, MAX_SPLITS=MAX_TRITON_ATTENTION_KEY_SPLITS,
+        partial_out, partial_stats, out, num_nodes, num_queries, key_splits, heads,
+        E=head_size, BLOCK_E=block_e, MAX_SPLITS=triton.next_power_of_2(key_splits), num_warps=1,
     )  # fmt: skip
     return out

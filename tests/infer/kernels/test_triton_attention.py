@@ -10,9 +10,8 @@ from infer.attention.masks import build_tree_mask
 
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs a CUDA device, or Triton with TRITON_INTERPRET=1", allow_module_level=True)
-from infer.kernels.cuda import attention  # noqa: E402
-from infer.kernels.triton_attention import tree_attention  # noqa: E402
-from infer.kernels.validation import check_attention  # noqa: E402
+from infer.kernels.cuda import attend, attention  # noqa: E402
+from infer.kernels.validation import check_attend, check_attention  # noqa: E402
 
 ATTENTION_TEST_DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -22,6 +21,7 @@ SLIDING_WINDOW = 40
 
 def test_the_kernel_passes_its_validation():
     assert check_attention(attention, ATTENTION_TEST_DEVICE) == ""
+    assert check_attend(attend, ATTENTION_TEST_DEVICE) == ""
 
 
 def make_random_trees(
@@ -62,7 +62,7 @@ def test_trees_over_rows_of_all_lengths(rows, heads, groups, nodes, size, dtype)
     tolerance = 2e-5 if dtype == torch.float32 else 2e-2
     for window in (None, SLIDING_WINDOW):
         mask = build_tree_mask(lengths, positions, ancestors, CACHE_CAPACITY, window)
-        actual = tree_attention(queries, keys, values, mask, size**-0.5)
+        actual = attention(queries, keys, values, mask, size**-0.5)
         dense_mask = mask.dense.repeat(1, 1, groups, 1)
         expected = F.scaled_dot_product_attention(queries, keys, values, attn_mask=dense_mask)
         assert (actual - expected).abs().max() < tolerance

@@ -56,9 +56,11 @@ def assert_same_nodes(
     """Compare both searches over candidates (B, L, M) with tables of log q."""
     from infer.kernels.triton_search import best_first_search
 
-    candidates = SimpleNamespace(recurrent=False, tokens=tokens, table=table)
+    candidates = SimpleNamespace(recurrent=False, tokens=tokens, candidate_log_probs=table)
     device_table = tuple(log_q.to(SEARCH_TEST_DEVICE) for log_q in table)
-    device_candidates = SimpleNamespace(tokens=tokens.to(SEARCH_TEST_DEVICE), table=device_table)
+    device_candidates = SimpleNamespace(
+        tokens=tokens.to(SEARCH_TEST_DEVICE), candidate_log_probs=device_table
+    )
     actual = best_first_search(device_candidates, budget)
     expected = search_tree_by_depth(candidates, budget)
     for actual_column, expected_column in zip(actual, expected, strict=True):
