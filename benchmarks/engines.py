@@ -357,7 +357,7 @@ def format_table_row(
     """
     acceptance = count_acceptance(result, job)
     shares = [f"{100 * share:.1f} %" for share in acceptance.acceptance_rates]
-    cells = [result["engine"], f"{acceptance.rounds:,}", f"{1 + acceptance.mean:.3f}", *shares]
+    cells = [result["engine"], f"{acceptance.rounds:,}", f"{1 + acceptance.mean_accepted:.3f}", *shares]
     if "texts" in result:
         is_string = isinstance(result["texts"][0], str)
         our_texts = baseline_strings if is_string else baseline_texts
@@ -396,7 +396,7 @@ def main() -> None:
     export_drafter(drafter, "dflash", target, work / "dflash")
     # The other engines read this folder, and draft from the full vocabulary.
     full_vocabulary_drafter = load_drafter(work / "dflash", torch.float32)
-    prompts = load_cli_prompts(args, target.tokenizer, external_prompts=24)
+    prompts = load_cli_prompts(args, target.tokenizer, outside=24)
     job = {
         "target": resolve_hub_id_or_folder(args.target),
         "prompts": prompts,

@@ -97,7 +97,7 @@ def reserved_bytes() -> int:
 def build_tree_and_ancestors(runner: Runner, proposal: Proposal) -> tuple[DraftTree, torch.Tensor]:
     """Return the draft tree of a proposal and its ancestor mask."""
     tree = runner.build_tree(proposal)
-    return tree, tree.ancestors()
+    return tree, tree.build_ancestor_mask()
 
 
 @torch.inference_mode()
