@@ -113,7 +113,7 @@ class Runner:
         # A round can run as CUDA graphs only if its stages compute nothing on the host.
         runs_on_device = drafter is None or drafter.family.drafts_on_device
         runs_on_device = runs_on_device and not self.method.needs_ngrams
-        runs_on_device = runs_on_device and target.kernel_decoder is not None
+        runs_on_device = runs_on_device and not target.is_sharded
         is_requested = target.device.type == "cuda" and options.compile is not False
         self.uses_cuda_graphs = is_requested and runs_on_device
         self.rounds_per_prefill = PREFILL_COST_IN_CUDA_GRAPH_ROUNDS if self.uses_cuda_graphs else 0

@@ -8,13 +8,17 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from infer import Engine
 from infer.api import decode_prompts
-from infer.config import DecodeOptions
-from infer.engine import scheduler
+from infer.config import DecodeOptions, DrafterConfig, EngineConfig, SamplingOptions
+from infer.drafters.build import create_drafter
+from infer.engine import engine as engine_module, scheduler
+from infer.kernels import table
 from infer.targets.predecessors import RECURRENCE_SEGMENT_POSITIONS, RecurrenceSegment
 from infer.targets.recurrent import compute_recurrence_segment
 from infer.targets.target import Target
 from infer.trees.tree import make_root_trees
+from tests.recorded_graphs import RecordedGraphs
 
 V = 61
 SMALL_CONFIG = {
@@ -202,6 +206,32 @@ def test_texts_are_plain_ones(target, scripted_drafter, temperature, methods, mo
         )
         assert [text.ids for text in generations] == plain
         assert sum(text.stats.tau for text in generations) > 3.3, method
+
+
+def test_rounds_recorded_as_graphs_decode_the_same(target, monkeypatch):
+    """Replayed rounds update the recurrent states in place. Sequences of several lengths come and
+    go."""
+    monkeypatch.setattr(engine_module, "CudaGraphs", RecordedGraphs)
+    monkeypatch.setattr(table, "FAST_KERNEL_TABLE_PATHS", {})
+    drafter = create_drafter(DrafterConfig(layers=1, block_size=5, mask_token_id=1), target)
+    drafter.init_weights(torch.Generator().manual_seed(0))
+    outputs = {}
+    for method, captures in (("plain", False), ("plain", True), ("ddtree", True)):
+        options = EngineConfig(method, 7, max_num_seqs=2)
+        engine = Engine(target, None if method == "plain" else drafter, options, 80)
+        engine.runner.uses_cuda_graphs = captures
+        sequences = [
+            engine.submit(prompt, SamplingOptions(max_new_tokens=12 + i, ignore_eos=True))
+            for i, prompt in enumerate(prompts(9, 14, 30))
+        ]
+        while engine.has_unfinished_sequences:
+            engine.step()
+        outputs[method, captures] = [sequence.ids for sequence in sequences]
+        if captures:
+            assert engine.runner.graphs.is_enabled
+            assert engine.runner.graphs.replays > 5
+    assert outputs["plain", True] == outputs["plain", False]
+    assert outputs["ddtree", True] == outputs["plain", False]
 
 
 def test_with_other_caches_layers_do_what_they_did(target):
