@@ -38,7 +38,7 @@ class AttentionTile(NamedTuple):
 
 # These tiles were the fastest on an H200 (docs/results/gpu.md).
 FEW_QUERIES_TILE = AttentionTile(queries=16, keys=64, warps=4, stages=3)
-MANY_QUERIES_TILE = AttentionTile(queries=32, keys=128, warps=4, stages=2)
+MANY_QUERIES_TILE = AttentionTile(queries=32, keys=64, warps=4, stages=3)
 
 
 @triton.jit(do_not_specialize=["num_nodes", "num_queries", "key_splits", "tree_mask_stride"])
