@@ -44,8 +44,8 @@ def make_random_trees(
     ("rows", "heads", "groups", "nodes", "size", "dtype"),
     [
         (3, 2, 1, 1, 16, torch.float32),
-        (2, 8, 4, 17, 128, torch.float32),  # several splits of the keys, several query tiles
-        (1, 1, 7, 70, 80, torch.float32),
+        (2, 2, 4, 17, 128, torch.float32),  # several splits of the keys, several query tiles
+        (1, 1, 7, 30, 80, torch.float32),
         pytest.param(2, 8, 4, 65, 128, torch.bfloat16, marks=NEEDS_CUDA),
     ],
 )
