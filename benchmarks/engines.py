@@ -357,7 +357,8 @@ def format_table_row(
     """
     acceptance = count_acceptance(result, job)
     shares = [f"{100 * share:.1f} %" for share in acceptance.acceptance_rates]
-    cells = [result["engine"], f"{acceptance.rounds:,}", f"{1 + acceptance.mean_accepted:.3f}", *shares]
+    tau = 1 + acceptance.mean_accepted
+    cells = [result["engine"], f"{acceptance.rounds:,}", f"{tau:.3f}", *shares]
     if "texts" in result:
         is_string = isinstance(result["texts"][0], str)
         our_texts = baseline_strings if is_string else baseline_texts

@@ -88,17 +88,18 @@ def _launch_add_rms_norm(
 
 @triton.jit
 def _gated_activation(
-    gate_up, out, linear_coefficient, cubic_coefficient, I: tl.constexpr, BLOCK_I: tl.constexpr
-):
+    gate_up, out, linear_coefficient, cubic_coefficient,
+    MLP_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
     position = tl.program_id(0).to(tl.int64)
-    feature = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
-    is_feature = feature < I
-    pointers = gate_up + position * 2 * I + feature
+    feature = tl.program_id(1) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    is_feature = feature < MLP_SIZE
+    pointers = gate_up + position * 2 * MLP_SIZE + feature
     gate = tl.load(pointers, mask=is_feature, other=0.0).to(tl.float32)
-    up = tl.load(pointers + I, mask=is_feature, other=0.0).to(tl.float32)
+    up = tl.load(pointers + MLP_SIZE, mask=is_feature, other=0.0).to(tl.float32)
     exponent = gate * (linear_coefficient + cubic_coefficient * gate * gate)
     result = gate * tl.sigmoid(exponent) * up
-    tl.store(out + position * I + feature, result.to(out.dtype.element_ty), mask=is_feature)
+    tl.store(out + position * MLP_SIZE + feature, result.to(out.dtype.element_ty), mask=is_feature)
 
 
 def gated_activation(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
@@ -112,7 +113,7 @@ def gated_activation(gate_up: torch.Tensor, activation: Activation) -> torch.Ten
     grid = (positions, triton.cdiv(mlp_size, GATED_FEATURES_PER_PROGRAM))
     _gated_activation[grid](
         gate_up.contiguous(), out, *activation.coefficients,
-        I=mlp_size, BLOCK_I=GATED_FEATURES_PER_PROGRAM, num_warps=4,
+        MLP_SIZE=mlp_size, BLOCK_SIZE=GATED_FEATURES_PER_PROGRAM, num_warps=4,
     )  # fmt: skip
     return out
 
