@@ -22,6 +22,11 @@ MISSING_CELL = "-"
 METHOD_COLUMNS = ("method", "tokens per round (τ)", "tokens/s", "speedup", "same output")
 REPLAY_TABLE_COLUMNS = ("replayed", "τ by marginals", "τ", "τ in the best order", "tokens/s")
 ENGINES_VERIFYING_CHAINS_ONLY = "vLLM, SGLang, llama.cpp and transformers"
+# The ratio is that of the verification times of 16 tokens and of one in docs/results/gpu.md.
+GPU_SENTENCE_START = (
+    "On a GPU a pass over 16 tokens takes little longer than a pass over one (1.2 times as long on "
+    "an H200)"
+)
 INSIGNIFICANT_MARK = "~"
 INSIGNIFICANT_LEGEND = (
     f"{INSIGNIFICANT_MARK}  not significant: the interval holds 1, or there are fewer than "
@@ -207,48 +212,66 @@ def format_findings(evaluation: Evaluation) -> str:
 def list_findings(evaluation: Evaluation) -> list[str]:
     """Return sentences that summarise an evaluation.
 
-    They give the τ (tokens per round) of chains, which are drafts without branches; the highest
-    speedup that other engines can have with this drafter if they verify only chains; and the
-    speedups that were measured on this machine. The last sentence says whether the outputs equal
-    those of baseline decoding.
+    They give the τ (tokens per pass of the target) of chains, which are drafts without branches,
+    and of the best draft tree; the speedups that were measured on this machine; what to expect on a
+    GPU and in engines that verify only chains; and whether the outputs equal those of baseline
+    decoding.
     """
     sentences = []
-    for chain in evaluation.drafter_methods:
-        if chain.name != "chain":
-            continue
-        sentences += [
-            f"With a chain of {chain.budget} drafted tokens, the target commits τ = "
-            f"{chain.tau:.2f} tokens per pass, on every machine.",
-            f"An engine that verifies chains ({ENGINES_VERIFYING_CHAINS_ONLY}) is at most "
-            f"{chain.tau:.2f} times as fast with this drafter: nearly that on a GPU with few "
-            f"requests, where a pass over {chain.budget + 1} tokens takes about as long as a pass "
-            "over one, and less on a CPU, where it takes longer.",
-        ]
+    chains = [method for method in evaluation.drafter_methods if method.name == "chain"]
+    if chains:
+        sentences.append(describe_tau(chains[0], select_best_tree(evaluation)))
     speedups = describe_speedups(evaluation)
     if speedups is not None:
         sentences.append(speedups)
+    if chains:
+        sentences.append(
+            f"{GPU_SENTENCE_START}, so the speedup there is closer to τ; an engine that verifies "
+            f"only chains ({ENGINES_VERIFYING_CHAINS_ONLY}) can be at most {chains[0].tau:.2f} "
+            "times as fast with this drafter as without."
+        )
     return [*sentences, describe_outputs(evaluation)]
+
+
+def describe_tau(chain: MethodResult, tree: MethodResult | None) -> str:
+    """Return a sentence with the τ of a chain and of a draft tree."""
+    taus = f"τ = {chain.tau:.2f} tokens on average with a chain of {chain.budget} drafted tokens"
+    if tree is not None:
+        taus += f" and {tree.tau:.2f} with {tree.label}"
+    return (
+        f"A pass of the target adds {taus}; without a drafter it adds 1 token, and τ is the same "
+        "on every machine."
+    )
+
+
+def select_best_tree(evaluation: Evaluation) -> MethodResult | None:
+    """Return the fastest method that builds draft trees from the drafter alone, without n-grams."""
+    trees = [
+        method
+        for method in evaluation.drafter_methods
+        if method.name != "chain" and not method.tree_method.needs_ngrams
+    ]
+    return select_best_method(trees) if trees else None
 
 
 def describe_speedups(evaluation: Evaluation) -> str | None:
     """Return a sentence with the speedups that were measured on this machine.
 
     It gives the speedups of the chain, of the best tree without n-grams, of the best tree with
-    n-grams, and of n-grams without the drafter. Returns None if none of these was measured.
+    n-grams, and of n-grams without the drafter; and how long a round with the best tree takes.
+    Returns None if none of these was measured.
     """
     drafter_methods = evaluation.drafter_methods
     chains = [method for method in drafter_methods if method.name == "chain"]
-    trees = [
-        method
-        for method in drafter_methods
-        if method.name != "chain" and not method.tree_method.needs_ngrams
-    ]
+    tree = select_best_tree(evaluation)
+    methods = chains if tree is None else [*chains, tree]
     trees_with_ngrams = [method for method in drafter_methods if method.tree_method.needs_ngrams]
+    if trees_with_ngrams:
+        methods = [*methods, select_best_method(trees_with_ngrams)]
     without_drafter = [
         method for method in evaluation.drafting_methods if method not in drafter_methods
     ]
-    best_trees = [select_best_method(group) for group in (trees, trees_with_ngrams) if group]
-    methods = [*chains, *best_trees, *without_drafter]
+    methods = [*methods, *without_drafter]
     if not methods:
         return None
 
@@ -256,11 +279,18 @@ def describe_speedups(evaluation: Evaluation) -> str | None:
     for method in methods:
         label = "the chain" if method in chains else method.label
         clauses.append(f"{label} is {describe_speedup(method)}")
-    baseline = "plain decoding"
+    baseline = "plain decoding (without a drafter)"
     if evaluation.fastest_baseline.name != "plain":
-        baseline += " by transformers"
+        baseline = "plain decoding by transformers"
     clauses[0] = clauses[0].replace(" times as fast", f" times as fast as {baseline}", 1)
-    return f"On this machine ({evaluation.device}) {', '.join(clauses)}."
+    sentence = f"On this machine ({evaluation.device}) {', '.join(clauses)}"
+    if tree is not None:
+        round_ratio = tree.tau / tree.speedup
+        sentence += (
+            f"; a round with {tree.label} takes {round_ratio:.1f} times as long as a pass of the "
+            "target without a drafter"
+        )
+    return sentence + "."
 
 
 def describe_outputs(evaluation: Evaluation) -> str:

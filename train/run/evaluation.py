@@ -10,6 +10,7 @@ the difference at once, and the results are kept.
 """
 
 import json
+import statistics
 import time
 import traceback
 from dataclasses import replace
@@ -46,6 +47,7 @@ from train.run.log import RunLog, read_step_metrics
 from train.run.state import RunState
 
 EVALUATION_FAILURE_FILE = "failed.txt"
+FIRST_BATCHES_FOR_TAU = 10
 
 
 def evaluate_checkpoint(
@@ -324,7 +326,7 @@ def write_and_print_final_report(run: Path, log: RunLog) -> None:
         return
 
     evaluations = read_evaluations(run)
-    print_best_result(evaluations)
+    print_best_result(evaluations, read_step_metrics(run))
     print(
         f"\nreport      {page} (also shows the results on the other prompt sets and with sampling, "
         "and the speedup of draft trees)"
@@ -340,9 +342,26 @@ def write_and_print_final_report(run: Path, log: RunLog) -> None:
         )
 
 
-def print_best_result(evaluations: list[Evaluation]) -> None:
-    """Print a table of the best checkpoint's results, and notes about too few prompts and about
-    prompt sets that reached their time limit."""
+def describe_first_batches(step_metrics: list[dict]) -> str:
+    """Return a sentence with the τ of the drafter on its first training batches, followed by a
+    space. Return "" if no step was logged."""
+    first_lines = step_metrics[:FIRST_BATCHES_FOR_TAU]
+    if not first_lines:
+        return ""
+    tau = statistics.mean(line["prefix"] for line in first_lines)
+    return (
+        f"In the first {len(first_lines)} steps of training, a chain of the drafter would have "
+        f"added τ = {tau:.2f} tokens per pass of the target (1.00 means that no draft is "
+        "accepted). These are the results of the trained drafter. "
+    )
+
+
+def print_best_result(evaluations: list[Evaluation], step_metrics: list[dict]) -> None:
+    """Print a table of the best checkpoint's results, a paragraph that explains them, and notes
+    about too few prompts and about prompt sets that reached their time limit.
+
+    step_metrics: the lines of metrics.jsonl
+    """
     best = select_best_checkpoint(evaluations)
     too_few_prompts = describe_too_few_prompts(evaluations)
     print(f"\n{too_few_prompts}" if too_few_prompts else "")
@@ -350,7 +369,8 @@ def print_best_result(evaluations: list[Evaluation]) -> None:
         f"Best checkpoint: step {best.step} (measured with greedy decoding of {best.prompts} "
         f"held-out prompts on {best.device})\n"
     )
-    print(f"{format_method_table(best)}\n\n{format_findings(best)}")
+    findings = describe_first_batches(step_metrics) + format_findings(best)
+    print(f"{format_method_table(best)}\n\n{findings}")
     for result in (best, *(best.other_evaluations or ())):
         if result.time_limit_note:
             print(f"{result.prompt_set_name or 'held-out prompts'}: {result.time_limit_note}")
