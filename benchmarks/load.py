@@ -3,12 +3,12 @@
     python benchmarks/load.py runs/embedded-dflash/checkpoints/best/drafter --threads 2
     python benchmarks/load.py DRAFTER --clients 1 64 --minutes 4
     python benchmarks/load.py smollm2 --target smollm2 --quantization int8 --suite SUITES \
-        --threads 2 --clients 1 8
+        --threads 2 --rows 64 --clients 1 4 8 16 32 64 --budgets 2 4 8 16 --plot batch_size.svg
 
 The methods are baseline decoding, a chain, DDTrees of fixed budgets, and `auto`, the budget that
-follows the load. `--clients` requests of 16 to 64 tokens run at once, up to the server's default
-number of rows. In a turn all methods decode the same requests, at least eight and at least one a
-client; the next turn has other requests. Every method keeps its engine between turns, so that
+follows the load. `--clients` requests of 16 to 64 tokens run at once, up to `--rows`, by default
+the server's default. In a turn all methods decode the same requests, at least eight and at least
+one a client; the next turn has other requests. Every method keeps its engine between turns, so that
 `auto` keeps what it has learnt although the load changes each turn. Before the first turn every
 engine decodes sixteen requests as a warm-up. In a turn the steps of the engines are interleaved:
 the next step is always that of the engine that has used the least time, so that changes of the
@@ -26,7 +26,7 @@ tokens per second of `auto` and the selected method in the first turn, and in al
 with its 95 % interval (turns resampled); whether all methods gave the same outputs; and for the
 baseline and `auto`, in the selecting turns, the 50th and 99th percentile of the milliseconds to the
 first token and between two updates. The last line names the numbers of clients at which the
-interval begins at 0.95 or above.
+interval begins at 0.95 or above. `--plot` draws the tokens per second of every method.
 """
 
 import argparse
@@ -37,6 +37,7 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -45,19 +46,16 @@ from inputs import add_prompt_options, add_target_options, load_cli_prompts
 from infer import Engine
 from infer.cli import models
 from infer.config import EngineConfig, SamplingOptions, TargetConfig
+from infer.evaluation.charts import DASH_PATTERNS, Chart, ChartLine, render_charts
 from infer.evaluation.metrics import MIN_PROMPTS_FOR_CONFIDENCE_INTERVAL, bootstrap_interval
 
-FIXED_TREE_BUDGETS = (2, 4, 8, 16, 64)
-# (decoding.method, budget) by name.
-FIXED_METHODS = {"plain": ("plain", 1), "chain": ("chain", 7)} | {
-    f"{nodes} nodes": ("ddtree", nodes) for nodes in FIXED_TREE_BUDGETS
-}
+DEFAULT_TREE_BUDGETS = [2, 4, 8, 16, 64]
 LATENCY_METHODS = ("plain", "auto")  # methods whose latencies are printed
-MAX_ENGINE_ROWS = EngineConfig().max_num_seqs
 MIN_REQUESTS_PER_TURN = 8
 SELECTING_TURNS = 3
 MIN_RELATIVE_SPEED = 0.9  # of the best method; slower ones are dropped
 SUFFICIENT_RATIO = 0.95
+METHOD_COLOURS = ("#111111", "#d1495b", "#2e86ab", "#3a7d44", "#8d6a9f", "#e09f3e", "#5c5c5c")
 
 Request = tuple[list[int], SamplingOptions]  # prompt and options
 
@@ -182,9 +180,10 @@ def run_turn(load: ClientLoad, engines: dict[str, Engine], requests: list[Reques
     load.drop_slow_methods()
 
 
-def format_row(load: ClientLoad) -> str:
-    """Return a row of the table."""
-    cells = [f"{load.tokens_per_second(method):.0f}" for method in load.times]
+def list_cells(load: ClientLoad) -> list[str]:
+    """Return the cells of a row of the table."""
+    cells = [str(load.clients)]
+    cells += [f"{load.tokens_per_second(method):.0f}" for method in load.times]
     cells += [load.methods[0], f"{len(load.tokens) - SELECTING_TURNS}"]
     cells.append(f"{load.speed_ratio([0]):.2f}")
     ratio = load.speed_ratio(range(SELECTING_TURNS, len(load.tokens)))
@@ -195,15 +194,34 @@ def format_row(load: ClientLoad) -> str:
         for method in LATENCY_METHODS:
             percentiles = statistics.quantiles(getattr(load.times[method], name), n=100)
             cells.append(f"{percentiles[49]:.0f}, {percentiles[98]:.0f}")
-    cells.insert(0, str(load.clients))
-    return "".join(f"{cell:>{COLUMN_WIDTHS[i]}}" for i, cell in enumerate(cells))
+    return cells
 
 
 RATIO_COLUMN = "auto / best, 95%"
-TABLE_COLUMNS = [*FIXED_METHODS, "auto", "best", "turns", "first turn", RATIO_COLUMN, "same"]
-TABLE_COLUMNS += [f"{method}, {what}" for what in ("first", "pause") for method in LATENCY_METHODS]
-COLUMN_WIDTHS = [7, *(max(9, len(name) + 2) for name in TABLE_COLUMNS)]
-COLUMN_WIDTHS[1 + TABLE_COLUMNS.index(RATIO_COLUMN)] = 24
+
+
+def list_columns(methods: Sequence[str]) -> list[str]:
+    """Return the headings of the table."""
+    latencies = [f"{name}, {what}" for what in ("first", "pause") for name in LATENCY_METHODS]
+    return ["clients", *methods, "best", "turns", "first turn", RATIO_COLUMN, "same", *latencies]
+
+
+def format_cells(cells: Sequence[str], columns: Sequence[str]) -> str:
+    """Return a line of the table, with columns as wide as their headings need."""
+    widths = [24 if name == RATIO_COLUMN else max(9, len(name) + 2) for name in columns]
+    return "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+
+
+def build_chart(loads: Sequence[ClientLoad]) -> Chart:
+    """Return a chart of the tokens per second of every method, by number of sequences."""
+    lines = []
+    for i, method in enumerate(loads[0].times):
+        points = [(load.clients, load.tokens_per_second(method)) for load in loads]
+        colour = METHOD_COLOURS[i % len(METHOD_COLOURS)]
+        dash = DASH_PATTERNS[i % len(DASH_PATTERNS)]
+        lines.append(ChartLine(method, points, colour, dash=dash))
+    title = "tokens per second of all sequences together"
+    return Chart(title, "sequences decoded together", "tokens/s", lines, logarithmic_x=True)
 
 
 def main() -> None:
@@ -221,6 +239,9 @@ def main() -> None:
     add_target_options(parser)
     add_prompt_options(parser)
     parser.set_defaults(prompts=64, prompt_tokens=64)
+    parser.add_argument("--rows", type=int, default=EngineConfig().max_num_seqs)
+    parser.add_argument("--budgets", type=int, nargs="+", default=DEFAULT_TREE_BUDGETS)
+    parser.add_argument("--plot", type=Path, help="SVG file to write")
     args = parser.parse_args()
     start_time = time.monotonic()
     torch.set_num_threads(max(1, args.threads))
@@ -235,14 +256,18 @@ def main() -> None:
         (ids, SamplingOptions(max_new_tokens=16 + 29 * i % 49, ignore_eos=True))
         for i, ids in enumerate(prompts)
     ]
+    # (decoding.method, budget) by name
+    methods = {"plain": ("plain", 1), "chain": ("chain", 7)}
+    methods |= {f"{nodes} nodes": ("ddtree", nodes) for nodes in args.budgets}
+    methods["auto"] = ("ddtree", "auto")
     engines = {}
-    for name, (method, budget) in (FIXED_METHODS | {"auto": ("ddtree", "auto")}).items():
-        options = EngineConfig(method, budget, max_num_seqs=MAX_ENGINE_ROWS)
+    for name, (method, budget) in methods.items():
+        options = EngineConfig(method, budget, max_num_seqs=args.rows)
         engines[name] = Engine(target, drafter, options, capacity, clock)
 
-    warm_up_requests = requests[:MAX_ENGINE_ROWS]
+    warm_up_requests = requests[: args.rows]
     run_interleaved(
-        [MethodTurn(engine, MAX_ENGINE_ROWS, warm_up_requests) for engine in engines.values()]
+        [MethodTurn(engine, args.rows, warm_up_requests) for engine in engines.values()]
     )
     loads = [ClientLoad(clients, [*engines]) for clients in args.clients]
     for turn in range(SELECTING_TURNS + MIN_PROMPTS_FOR_CONFIDENCE_INTERVAL):
@@ -253,10 +278,12 @@ def main() -> None:
         )
     while time.monotonic() - start_time < 60 * args.minutes - 10:
         run_turn(min(loads, key=lambda load: load.comparing_seconds), engines, requests)
-    headings = ["clients", *TABLE_COLUMNS]
-    print("".join(f"{name:>{COLUMN_WIDTHS[i]}}" for i, name in enumerate(headings)))
+    columns = list_columns([*methods])
+    print(format_cells(columns, columns))
     for load in loads:
-        print(format_row(load))
+        print(format_cells(list_cells(load), columns))
+    if args.plot:
+        args.plot.write_text(render_charts([build_chart(loads)]))
     sufficient = [load.clients for load in loads if load.ratio_interval()[0] >= SUFFICIENT_RATIO]
     print(
         f"auto reaches {SUFFICIENT_RATIO} of the best at {sufficient or 'no number of'} clients "
