@@ -2,14 +2,16 @@
 
     python benchmarks/targets.py [--only llama,mamba] [--write docs/targets.md]
 
-A model is right if these are equal in float32: the logits of every node of random trees after two
-prompts of different lengths, before and after a path is committed, and those of transformers for
-the node's own sequence; and the logits of packed documents and of single ones. `--write` replaces
-the table in the page. The script takes about ten minutes on one core.
+A model type works if two comparisons in float32 give equal logits. First, the logits of every node
+of random draft trees are compared with those of transformers for the sequence that ends at this
+node, after two prompts of different lengths, before and after a path is committed. Second, the
+logits of packed documents are compared with those of transformers for each single document.
+`--write` replaces the table in the page. The script takes about a minute on one core.
 """
 
 import argparse
 import re
+import textwrap
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,7 +33,20 @@ from infer.trees.tree import Proposal
 TINY_TARGET_VOCABULARY_SIZE = 97
 MAX_TINY_PARAMETERS = 20_000_000
 MAX_RELATIVE_DIFFERENCE = 2e-4
-VERDICT_OUTCOMES = ("right", "refused", "wrong", "no tiny model")
+MAX_ERROR_CHARACTERS = 60
+WORKS = "works"
+REFUSED = "refused"
+FAILS = "fails"
+NOT_CHECKED = "not checked"
+# The order of the outcomes in the table.
+VERDICT_OUTCOMES = (WORKS, REFUSED, FAILS, NOT_CHECKED)
+TABLE_INTRODUCTION = """\
+The table lists the model types of transformers {version} by outcome. The script created a tiny
+model of each type. "Works" means that this project and transformers computed equal logits, except
+for rounding, so models of this type can be targets. "Refused" means that models of this type cannot
+be targets: commands print the reason and end before they load weights. "Fails" means that the
+logits differ, or that computing them raised an exception: do not use such a model as a target. "Not
+checked" means that the script could not create a tiny model of this type.""".replace("\n", " ")
 # Sizes of a tiny model, by all names that configurations use for them.
 TINY_CONFIG_SIZES = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), TINY_TARGET_VOCABULARY_SIZE),
@@ -137,11 +152,17 @@ MODEL_TYPE_OPTIONS = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result for one model type."""
+    """Result for one model type.
+
+    outcome: one of VERDICT_OUTCOMES
+    reason_text: the reason, as in the table of the page
+    details_text: the error or the difference of the logits, which is only printed
+    """
 
     model_type: str
-    outcome: str  # one of OUTCOMES
-    reason_text: str = ""
+    outcome: str
+    reason_text: str
+    details_text: str = ""
 
 
 def build_tiny_config(model_type: str) -> PretrainedConfig:
@@ -173,7 +194,7 @@ def build_tiny_model(config: PretrainedConfig) -> nn.Module:
     """Return a random model. Raises ValueError if it is not small."""
     meta = build_meta_model(config)
     if sum(parameter.numel() for parameter in meta.parameters()) > MAX_TINY_PARAMETERS:
-        raise ValueError("its sizes have other names")
+        raise ValueError("the tiny model is too large")
     model = AutoModelForCausalLM.from_config(
         config, attn_implementation=meta.config._attn_implementation
     )
@@ -267,52 +288,64 @@ def check_model_type(model_type: str) -> Verdict:
     try:
         config = build_tiny_config(model_type)
     except Exception as error:
-        return Verdict(model_type, "no tiny model", format_error(error))
+        reason_text = "the configuration class of transformers rejects the sizes of the tiny model"
+        return Verdict(model_type, NOT_CHECKED, reason_text, format_error(error))
     try:
         refuse_unsupported(config)
     except ValueError as error:
-        return Verdict(model_type, "refused", extract_refusal_reason(error))
+        return Verdict(model_type, REFUSED, extract_refusal_reason(error))
     try:
         model = build_tiny_model(config)
     except Exception as error:
-        return Verdict(model_type, "no tiny model", format_error(error))
+        reason_text = describe_build_error(error)
+        return Verdict(model_type, NOT_CHECKED, reason_text, format_error(error))
     try:
         target = Target(model)
     except ValueError as error:
-        return Verdict(model_type, "refused", extract_refusal_reason(error))
+        return Verdict(model_type, REFUSED, extract_refusal_reason(error))
     try:
         largest_difference = max(measure_tree_difference(target), measure_packed_difference(target))
     except Exception as error:
-        return Verdict(model_type, "wrong", format_error(error))
-    return Verdict(
-        model_type,
-        "right" if largest_difference < MAX_RELATIVE_DIFFERENCE else "wrong",
-        f"logits differ by {largest_difference:.0e} of the largest",
-    )
+        return Verdict(model_type, FAILS, f"computing the logits raises `{format_error(error)}`")
+    details_text = f"the largest difference is {largest_difference:.0e} of the largest logit"
+    if largest_difference < MAX_RELATIVE_DIFFERENCE:
+        return Verdict(model_type, WORKS, "the logits equal those of transformers", details_text)
+    return Verdict(model_type, FAILS, "the logits differ from those of transformers", details_text)
 
 
 def format_error(error: Exception) -> str:
-    """Return the first 60 characters of an error's first line."""
-    return f"{type(error).__name__}: {error}".splitlines()[0][:60]
+    """Return an error's first line, cut to at most 60 characters."""
+    first_line = f"{type(error).__name__}: {error}".splitlines()[0]
+    return textwrap.shorten(first_line, MAX_ERROR_CHARACTERS, placeholder=" ...")
+
+
+def describe_build_error(error: Exception) -> str:
+    """Return the reason why no tiny model was created, as in the table of the page."""
+    if isinstance(error, ImportError):
+        return "the model class of transformers needs a Python package that is not installed"
+    if "too large" in str(error):
+        return "the script does not know the names of the sizes in the configuration"
+    return f"creating the tiny model in transformers raises `{format_error(error)}`"
 
 
 def extract_refusal_reason(error: ValueError) -> str:
-    """Return the reason in a refusal: the text between the model's name and the colon."""
-    match = re.search(r"\) (?:has|is) (.*?)(?:: |$)", str(error))
-    return (match[1] if match else str(error)).split(" (")[0]
+    """Return the reason in a refusal, without the model's name, config keys and consequences."""
+    match = re.search(r"\) (has .*?)(?: \(|, so that|, which is|; |$)", str(error))
+    return f"the model {match[1]}" if match else str(error)
 
 
 def format_table(verdicts: list[Verdict]) -> str:
-    """Return the table of docs/targets.md, with a row for each outcome and reason."""
+    """Return the table of docs/targets.md with its introduction. The table has a row for each
+    outcome and reason."""
     rows: dict[tuple[str, str], list[str]] = {}
     for verdict in verdicts:
-        reason_text = "" if verdict.outcome == "right" else verdict.reason_text
-        rows.setdefault((verdict.outcome, reason_text), []).append(verdict.model_type)
+        rows.setdefault((verdict.outcome, verdict.reason_text), []).append(verdict.model_type)
     order = sorted(rows.items(), key=lambda row: (VERDICT_OUTCOMES.index(row[0][0]), -len(row[1])))
     lines = [
-        f"transformers {transformers.__version__}, "
-        "`python benchmarks/targets.py --write docs/targets.md`:\n",
-        "| outcome | why | number | model types |\n| --- | --- | ---: | --- |",
+        TABLE_INTRODUCTION.format(version=transformers.__version__),
+        "",
+        "| outcome | reason | number of model types | model types (`model_type` in config.json) |",
+        "| --- | --- | ---: | --- |",
         *(
             f"| {outcome} | {reason_text} | {len(model_types)} | {', '.join(model_types)} |"
             for (outcome, reason_text), model_types in order
@@ -331,14 +364,17 @@ def main() -> None:
     model_types = args.only.split(",") if args.only else sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     verdicts = []
     for model_type in model_types:
-        verdicts.append(check_model_type(model_type))
-        print(f"{model_type:28}{verdicts[-1].outcome:16}{verdicts[-1].reason_text}", flush=True)
-    print(f"\n{sum(v.outcome == 'right' for v in verdicts)} of {len(verdicts)} right")
+        verdict = check_model_type(model_type)
+        verdicts.append(verdict)
+        reason_and_details = "; ".join(filter(None, [verdict.reason_text, verdict.details_text]))
+        print(f"{model_type:28}{verdict.outcome:16}{reason_and_details}", flush=True)
+    number_of_working_types = sum(verdict.outcome == WORKS for verdict in verdicts)
+    print(f"\n{number_of_working_types} of {len(verdicts)} model types work")
     if args.write:
         page = args.write.read_text()
         marked = re.compile("(<!-- classes -->\n).*?(<!-- /classes -->)", re.DOTALL)
         args.write.write_text(
-            marked.sub(lambda match: f"{match[1]}{format_table(verdicts)}\n{match[2]}", page)
+            marked.sub(lambda match: f"{match[1]}\n{format_table(verdicts)}\n\n{match[2]}", page)
         )
 
 
