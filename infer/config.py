@@ -320,8 +320,9 @@ class EngineConfig:
         from measured time and acceptance, and may choose 0
     ngrams: n-gram file (made by ./launch.sh ngram) whose n-grams score the paths of a draft tree,
         for continuity and ddtree; ddtree also uses the n-grams of the sequence itself. text means
-        only the n-grams of the sequence itself. none means no n-grams. null means, for ddtree, the
-        n-gram file beside the drafter's weights if there is one; in all other cases no n-grams
+        only the n-grams of the sequence itself. none means no n-grams. null means, for ddtree on a
+        CPU, the n-gram file beside the drafter's weights if there is one; in all other cases no
+        n-grams. On CUDA, rounds with n-grams run without CUDA graphs
     width: number of children of every tree node. Only for static
     max_num_seqs: maximum number of sequences that are decoded in one batch; others wait in a queue
     max_num_batched_tokens: maximum number of positions that the target computes in one step, in the
@@ -336,7 +337,8 @@ class EngineConfig:
     """
 
     method: str = "ddtree"
-    budget: int | str = 64
+    # With the root, 63 drafted nodes fill the tiles of GPU kernels (docs/results/gpu.md).
+    budget: int | str = 63
     ngrams: str | None = None
     width: int = 2
     max_num_seqs: int = 16
@@ -383,7 +385,7 @@ class EngineConfig:
 
         For method=ddtree and a drafter with an n-gram file, for example, it is "ddtree+ngrams".
         """
-        ngram_file = None if drafter is None else drafter.ngram_path
+        ngram_file = None if drafter is None else drafter.default_ngram_path
         return self.with_drafter_ngrams(ngram_file).tree_method.name
 
     @property

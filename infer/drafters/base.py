@@ -227,6 +227,13 @@ class Drafter(nn.Module):
         return self.norm.weight.dtype
 
     @property
+    def default_ngram_path(self) -> Path | None:
+        """The n-gram file that DDTree uses if the option `ngrams` is null: the one in the
+        checkpoint's folder. None on CUDA, because rounds with n-grams cannot be recorded as CUDA
+        graphs."""
+        return None if self.norm.weight.is_cuda else self.ngram_path
+
+    @property
     def kernels(self) -> Kernels:
         """The kernels (implementations of operations) for the drafter's device and weight dtype."""
         dtype = torch.int8 if self.quantised else self.dtype

@@ -100,6 +100,11 @@ class PromptLookup(nn.Module):
         # file of n-gram counts for tree methods that use n-grams; None if there is none
         self.ngram_path = ngram_path
 
+    @property
+    def default_ngram_path(self) -> Path | None:
+        """The n-gram file that DDTree uses if the option `ngrams` is null."""
+        return self.ngram_path
+
     def check_target(self, target: Target) -> None:
         """Do nothing: prompt lookup works with every target."""
 

@@ -198,7 +198,7 @@ def make_runner(
     seconds. Raises ValueError if the options do not fit the drafter or the target.
     """
     requested_ngrams = options.ngrams
-    options = options.with_drafter_ngrams(None if drafter is None else drafter.ngram_path)
+    options = options.with_drafter_ngrams(None if drafter is None else drafter.default_ngram_path)
     check_drafter_presence_and_dtype(target, drafter, options)
     target.drop_decoder_if_weights_changed()
     if not options.uses_drafter:

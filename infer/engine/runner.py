@@ -1,6 +1,7 @@
 """Run the prefills and decoding rounds of a target model. A round runs eagerly, or as CUDA graphs
 with fixed shapes."""
 
+import warnings
 from collections import abc
 from dataclasses import dataclass
 from functools import partial
@@ -116,6 +117,13 @@ class Runner:
         runs_on_device = runs_on_device and not target.is_sharded
         is_requested = target.device.type == "cuda" and options.compile is not False
         self.uses_cuda_graphs = is_requested and runs_on_device
+        if is_requested and self.method.needs_ngrams:
+            warnings.warn(
+                f"rounds with n-grams (ngrams={options.ngrams}) are not recorded as CUDA graphs, "
+                "because the n-grams are looked up on the host: decoding is slower than with "
+                "ngrams=none unless the n-grams raise acceptance a lot",
+                stacklevel=2,
+            )
         self.rounds_per_prefill = PREFILL_COST_IN_CUDA_GRAPH_ROUNDS if self.uses_cuda_graphs else 0
         self.reallocate_device_memory()
 

@@ -213,7 +213,7 @@ def has_ngrams_for(method: TreeMethod, drafter: Drafter, ngrams: str | None) -> 
     ngrams: the option `ngrams` of EvaluationConfig
     """
     if ngrams is None:
-        return method.uses_sequence_ngrams and drafter.ngram_path is not None
+        return method.uses_sequence_ngrams and drafter.default_ngram_path is not None
     return ngrams != NGRAMS_OPTION_NONE and (
         method.uses_sequence_ngrams or ngrams != NGRAMS_OPTION_CURRENT_SEQUENCE
     )

@@ -65,7 +65,8 @@ def convert_to_gguf(folder: Path, target: str, converter: Path) -> Path:
     if process.returncode or not out.is_file():
         lines = (process.stderr.strip() or process.stdout.strip()).splitlines()
         reason = lines[-1] if lines else "it printed nothing"
-        raise ValueError(
-            f"format=gguf: {converter.name} failed: {reason[:MAX_CONVERTER_ERROR_CHARACTERS]}"
-        )
+        message = f"format=gguf: {converter.name} failed: {reason[:MAX_CONVERTER_ERROR_CHARACTERS]}"
+        if "No module named" in reason:
+            message += "; install the packages that it imports: pip install '.[gguf]'"
+        raise ValueError(message)
     return out
