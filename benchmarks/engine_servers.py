@@ -73,16 +73,22 @@ class ServerCommand:
 def read_server_list(path: Path) -> list[ServerCommand]:
     """Read the list of servers."""
     content = yaml.safe_load(path.read_text())
+
+    def fill(command: str) -> str:
+        for name in ("llama_options", "llama_drafter"):
+            command = command.replace(f"{{{name}}}", content[name])
+        return command
+
     servers = []
     for group in content["groups"]:
-        start = group["command"].replace("{llama_options}", content["llama_options"])
+        start = fill(group["command"])
         for drafts, options in group["servers"].items():
             servers.append(
                 ServerCommand(
                     group["engine"],
                     group["weights"],
                     drafts,
-                    f"{start} {options}",
+                    f"{start} {fill(options)}",
                     f"{start} {group['baseline']}",
                 )
             )

@@ -17,6 +17,7 @@ from gpu import exit_with_failures, nullgpu, record_failure, require_cuda
 REPOSITORY_FOLDER = Path(__file__).resolve().parents[1]
 GPU_TEST_FILES = (
     "tests/infer/engine/test_gpu.py",
+    "tests/infer/kernels/test_triton_rows.py",
     "tests/infer/kernels/test_triton_attention.py",
     "tests/infer/kernels/test_triton_search.py",
     "tests/train/test_blocks.py",

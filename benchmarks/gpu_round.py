@@ -2,6 +2,7 @@
 
     python benchmarks/gpu_round.py                         # Qwen3-4B's shape; minutes
     python benchmarks/gpu_round.py --shape qwen3-8b --rows 8
+    python benchmarks/gpu_round.py --greedy-only --generate   # first table, and transformers
     python benchmarks/gpu_round.py --head selector         # with a conditional head
     python benchmarks/gpu_round.py --shape tiny            # a tiny shape, to try the script
 
@@ -11,7 +12,9 @@ one; kernels launched outside the graph, replayed graphs and host waits; kernels
 without a graph; and the memory of caches and graphs relative to that of the caches.
 Second table: device work and memory of rounds with sampling options.
 Third: rounds of sequences of mixed lengths that come and go: what is still compiled or captured
-after as many such rounds before.
+after as many such rounds before. `--greedy-only` leaves out the second and third table.
+`--generate` adds the milliseconds per token of transformers' `generate`: as it is, and with a
+static cache and torch.compile.
 
 Fails if a round is not one graph with at most 25 launches outside it and one wait; if, with 16
 rows, memory is above 1.1 times the cache for up to 64 nodes; if mixed rounds never have 16 rows or
@@ -49,8 +52,9 @@ from infer.trees.tree import DraftTree, Proposal
 ROUND_METHODS = [
     ("plain", 0),
     ("chain", 15),
-    *(("ddtree", nodes) for nodes in (16, 32, 64, 128, 256, 512)),
+    *(("ddtree", nodes) for nodes in (15, 31, 63, 127)),
 ]
+GENERATE_TOKENS = (16, 80)  # the difference of both times is that of 64 tokens
 SAMPLING_CASES = {
     "sampled": {"temperature": 1.0},
     "top-k": {"temperature": 1.0, "top_k": 50},
@@ -219,6 +223,38 @@ def check_device_work(name: str, work: DeviceWork, failures: list[str]) -> None:
     record_failure(len(work.waits) == 1, f"{name}: waits at {work.waits}", failures)
 
 
+def time_generate(target, args, **options) -> float:
+    """Return the milliseconds per token of transformers' `generate`, prefill excluded.
+
+    options: further arguments of `generate`
+    """
+    prompt = torch.tensor([[2 + 7 * i % 400 for i in range(args.context)]], device=target.device)
+
+    def generate(tokens: int) -> None:
+        target.model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=tokens,
+            min_new_tokens=tokens,
+            do_sample=False,
+            pad_token_id=0,
+            **options,
+        )
+
+    few, many = GENERATE_TOKENS
+    generate(many)  # compiles
+    milliseconds = [measure_milliseconds(lambda n=n: generate(n), 5) for n in (few, many)]
+    return (milliseconds[1] - milliseconds[0]) / (many - few)
+
+
+def print_generate(target, args) -> None:
+    """Print the milliseconds per token of transformers' `generate`."""
+    print(f"transformers.generate: {time_generate(target, args):.2f} ms a token", flush=True)
+    if nullgpu is None:
+        static = time_generate(target, args, cache_implementation="static")
+        print(f"transformers.generate, static cache, compiled: {static:.2f} ms a token", flush=True)
+
+
 def print_sampling_table(target, drafter, args, failures: list[str]) -> None:
     """Print the table of rounds with sampling options and check them."""
     print(f"\n{'ddtree 64':<12}{'launches':>10}{'graphs':>8}{'waits':>7}{'memory':>8}")
@@ -301,6 +337,8 @@ def main() -> None:
         default="none",
         help="a conditional head of the drafter: selector, gated, rnn, ...",
     )
+    parser.add_argument("--greedy-only", action="store_true")
+    parser.add_argument("--generate", action="store_true")
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--context", type=int, default=1000)
     parser.add_argument("--capacity", type=int, default=4096)
@@ -327,8 +365,11 @@ def main() -> None:
     if nullgpu is not None:
         print("a stand-in for a GPU that computes nothing: times are meaningless, counts are not")
     print_greedy_table(target, drafter, args, weight_read_milliseconds, failures)
-    print_sampling_table(target, drafter, args, failures)
-    check_mixed_rounds(target, drafter, args, failures)
+    if args.generate:
+        print_generate(target, args)
+    if not args.greedy_only:
+        print_sampling_table(target, drafter, args, failures)
+        check_mixed_rounds(target, drafter, args, failures)
     exit_with_failures(failures)
 
 
