@@ -99,6 +99,27 @@ def compute_acceptance_length_or_ratio(
     return length, bootstrap_interval(statistic, len(counts))
 
 
+def compute_throughput_ratio(
+    counts: Sequence, baseline_counts: Sequence
+) -> tuple[float, list[float] | None]:
+    """Return the throughput over several outputs divided by that of the baseline, and its
+    confidence interval. The throughput is the sum of all tokens divided by the sum of all times.
+
+    counts: (number of tokens, seconds) of each output
+    baseline_counts: the same for the baseline's outputs of the same prompts
+    """
+    count_array = np.asarray(counts, float).reshape(-1, 2)
+    baseline_array = np.asarray(baseline_counts, float).reshape(-1, 2)
+
+    def statistic(indices: np.ndarray) -> np.ndarray:
+        tokens, seconds = np.moveaxis(count_array[indices].sum(-2), -1, 0)
+        baseline_tokens, baseline_seconds = np.moveaxis(baseline_array[indices].sum(-2), -1, 0)
+        return (tokens / seconds) / (np.maximum(baseline_tokens, 1) / baseline_seconds)
+
+    ratio = float(statistic(np.arange(len(counts))))
+    return ratio, bootstrap_interval(statistic, len(counts))
+
+
 def count_tokens_and_rounds(commits: Iterable[Sequence[int]]) -> list[tuple[int, int]]:
     """Return (number of tokens, number of rounds) of each output.
 
