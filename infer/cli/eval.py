@@ -206,7 +206,11 @@ def run_served(config: EvalCommand) -> None:
     from infer.evaluation.results import SuiteResult, read_result, write_result
     from infer.evaluation.served import INTERRUPTED_BY_USER, measure_servers
     from infer.evaluation.served_results import format_served
-    from infer.evaluation.server_requests import ServerFailure, connect_to_server
+    from infer.evaluation.server_requests import (
+        RequestRefused,
+        ServerFailure,
+        connect_to_server,
+    )
     from infer.utils.errors import RunAborted
     from infer.utils.files import atomic_write
 
@@ -230,6 +234,8 @@ def run_served(config: EvalCommand) -> None:
             progress.print_line,
             progress,
         )
+    except RequestRefused as error:
+        raise ValueError(str(error)) from error
     except ServerFailure as error:
         raise RunAborted(f"{error}; start the server again, and repeat the command") from error
     if not result.sets:

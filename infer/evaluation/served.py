@@ -56,12 +56,13 @@ def measure_servers(
     log: called with a line of text for each row of the table
 
     If a server fails or the user presses Ctrl-C, the result has what was measured before, and
-    `interruption` says what happened. Raises ValueError if a server refuses the warm-up requests or
-    all questions of a set, and ServerFailure if it fails before anything is measured.
+    `interruption` says what happened. Raises RequestRefused if a server refuses the first warm-up
+    requests or all questions, and ServerFailure if it fails before anything is measured.
     """
     jobs = list(product(suite.temperatures, question_sets, concurrency_levels))
     end = time.monotonic() + 60 * (evaluation.max_minutes or math.inf)
     sets: list[ServedSetResult] = []
+    refusals = []
     interruption = None
     with asyncio.Runner() as runner:
         for i, (temperature, question_set, concurrency) in enumerate(jobs):
@@ -75,7 +76,7 @@ def measure_servers(
             record = CellRecord([], [[] for _ in servers], [0.0 for _ in servers], [])
             try:
                 measure_cell(runner, servers, cell, record, progress, deadline)
-            except ServerFailure as error:
+            except (ServerFailure, RequestRefused) as error:
                 if not sets and not record.numbers:
                     raise
                 interruption = str(error)
@@ -84,18 +85,18 @@ def measure_servers(
             if record.numbers:
                 sets.append(summarise_cell(servers, cell, record, evaluation.max_minutes))
             elif record.refusal is not None:
-                raise ValueError(
-                    f"{question_set.title}: no question was answered. {record.refusal}"
-                )
+                refusals.append(f"{question_set.title}: no question was answered. {record.refusal}")
             if interruption is not None:
                 break
 
+    if refusals and not sets:
+        raise RequestRefused(refusals[0])
     return ServedResult(
         suite=suite.name or "",
         date=date.today().isoformat(),
         max_new_tokens=evaluation.max_new_tokens,
         sets=sets,
-        notes=list_notes(servers, sets),
+        notes=list_notes(servers, sets) + refusals,
         interruption=interruption,
     )
 
@@ -147,7 +148,7 @@ def measure_cell(
 def warm_up(runner: asyncio.Runner, server: EngineServer, cell: ServedCell) -> None:
     """Send as many short requests as will run at the same time. They are not measured.
 
-    Raises ValueError if the server refuses them.
+    Raises RequestRefused if the server refuses them.
     """
     requests = []
     for i in range(cell.concurrency):
@@ -158,7 +159,7 @@ def warm_up(runner: asyncio.Runner, server: EngineServer, cell: ServedCell) -> N
     answers, _ = runner.run(stream_answers(server, requests, cell.concurrency))
     for answer in answers:
         if isinstance(answer, RequestRefused):
-            raise ValueError(str(answer)) from answer
+            raise answer
 
 
 async def stream_answers(

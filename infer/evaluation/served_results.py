@@ -102,6 +102,7 @@ class ServedSetResult:
 
     concurrency: maximum number of requests that ran at the same time
     left_out: number of chat turns that a server refused, for example because they are too long
+    refusal: how the server refused the first of them; None if there are none
     baseline: the server without a drafter; None if there is none. The next three fields are then
         None, too
     speedup: tokens per second of request time, divided by that of the baseline
@@ -118,6 +119,7 @@ class ServedSetResult:
     questions: int
     left_out: int
     server: ServerMeasurement
+    refusal: str | None = None
     baseline: ServerMeasurement | None = None
     speedup: float | None = None
     speedup_interval: list[float] | None = None

@@ -120,6 +120,7 @@ def summarise_cell(
         questions=len(cell.question_set.chats),
         left_out=record.left_out,
         server=measurements[0],
+        refusal=record.refusal,
         baseline=measurements[1] if len(servers) > 1 else None,
         speedup=speedup,
         speedup_interval=speedup_interval,
@@ -224,7 +225,7 @@ def list_notes(servers: Sequence[EngineServer], sets: Sequence[ServedSetResult])
         if each.left_out:
             notes.append(
                 f"{each.title}, temperature {each.temperature:g}: {each.left_out} turns were left "
-                "out because a server refused them."
+                f"out because a server refused them ({each.refusal})."
             )
         if each.time_limit_note:
             notes.append(f"{each.title}: {each.time_limit_note}.")
