@@ -112,6 +112,10 @@ def summarise_cell(
         speedup, speedup_interval = compute_throughput_ratio(*counts)
         pairs = zip(*record.answers, strict=True)
         identical_outputs = sum(answer.text == expected.text for answer, expected in pairs)
+    time_limit_note = None
+    if max_minutes is not None:
+        num_turns = cell.num_turns - record.left_out
+        time_limit_note = describe_time_limit(max_minutes, len(record.numbers), num_turns)
     return ServedSetResult(
         set=cell.question_set.name,
         title=cell.question_set.title,
@@ -125,11 +129,7 @@ def summarise_cell(
         speedup=speedup,
         speedup_interval=speedup_interval,
         identical_outputs=identical_outputs,
-        time_limit_note=describe_time_limit(
-            max_minutes, len(record.numbers), cell.num_turns - record.left_out
-        )
-        if max_minutes is not None
-        else None,
+        time_limit_note=time_limit_note,
     )
 
 
@@ -204,7 +204,8 @@ def list_notes(servers: Sequence[EngineServer], sets: Sequence[ServedSetResult])
             f"{servers[1].model}: if these are not the same weights, the speedup and the column "
             "'same' mean nothing."
         )
-    if any(each.baseline and (each.baseline.tau or 1) > 1 for each in sets):
+    baseline_taus = [each.baseline.tau for each in sets if each.baseline is not None]
+    if any(tau is not None and tau > 1 for tau in baseline_taus):
         notes.append(
             f"{servers[1].label} has accepted draft tokens, but a baseline must not draft: start "
             "it without a drafter."

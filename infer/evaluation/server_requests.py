@@ -251,20 +251,23 @@ async def stream_answer(server: EngineServer, body: dict[str, Any]) -> StreamedA
                 chunks.append(chunk)
     except (httpx.HTTPError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ServerFailure(
-            f"{server.label}: the answer ended early ({describe_error(error)})"
+            f"{server.label}: the server sent no complete answer ({describe_error(error)})"
         ) from error
     seconds = time.perf_counter() - start
 
+    usage = None
+    acceptance = None
     for chunk in chunks:
         if chunk.get("error"):
             raise_for_status(server, 500, json.dumps(chunk["error"]))
-    usage = next((chunk["usage"] for chunk in reversed(chunks) if chunk.get("usage")), None)
+        # Some servers send counts with every chunk. Those of the last chunk are complete.
+        usage = chunk.get("usage") or usage
+        acceptance = read_chunk_acceptance(chunk) or acceptance
     if usage is None:
         raise ServerFailure(
             f"{server.label}: the answer ended without token counts (the field usage), which "
             "this command needs"
         )
-    acceptances = [acceptance for chunk in chunks if (acceptance := read_chunk_acceptance(chunk))]
     cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     return StreamedAnswer(
         text="".join(text_pieces),
@@ -273,7 +276,7 @@ async def stream_answer(server: EngineServer, body: dict[str, Any]) -> StreamedA
         cached_tokens=cached_tokens,
         seconds=seconds,
         first_token_seconds=seconds if first_token_seconds is None else first_token_seconds,
-        acceptance=acceptances[-1] if acceptances else None,
+        acceptance=acceptance,
     )
 
 
