@@ -49,20 +49,27 @@ def compute_metrics(
     baseline: the results of the fastest baseline decoder on the same prompts
     """
     baseline_by_number = {result.number: result for result in baseline}
-    ratios = np.array(
-        [
-            compute_output_tokens_per_second(result)
-            / compute_output_tokens_per_second(baseline_by_number[result.number])
-            for result in prompts
-        ]
+    speedup, speedup_interval = compute_median_speedup(
+        [compute_output_tokens_per_second(result) for result in prompts],
+        [compute_output_tokens_per_second(baseline_by_number[each.number]) for each in prompts],
     )
     tau, tau_interval = compute_acceptance_length_or_ratio(
         [(each.tokens - 1, each.rounds) for each in prompts]
     )
-    speedup_interval = bootstrap_interval(
-        lambda indices: np.median(ratios[indices], axis=-1), len(ratios)
-    )
-    return MethodMetrics(tau, tau_interval, float(np.median(ratios)), speedup_interval)
+    return MethodMetrics(tau, tau_interval, speedup, speedup_interval)
+
+
+def compute_median_speedup(
+    tokens_per_second: Sequence[float], baseline_tokens_per_second: Sequence[float]
+) -> tuple[float, list[float] | None]:
+    """Return the median over prompts of the speedup of a prompt, and its confidence interval.
+
+    tokens_per_second: of the method, for each prompt
+    baseline_tokens_per_second: of the baseline, for the same prompts
+    """
+    ratios = np.asarray(tokens_per_second, float) / np.asarray(baseline_tokens_per_second, float)
+    interval = bootstrap_interval(lambda indices: np.median(ratios[indices], axis=-1), len(ratios))
+    return float(np.median(ratios)), interval
 
 
 def compute_output_tokens_per_second(result: PromptResult) -> float:
@@ -97,27 +104,6 @@ def compute_acceptance_length_or_ratio(
 
     length = float(statistic(np.arange(len(counts))))
     return length, bootstrap_interval(statistic, len(counts))
-
-
-def compute_throughput_ratio(
-    counts: Sequence, baseline_counts: Sequence
-) -> tuple[float, list[float] | None]:
-    """Return the throughput over several outputs divided by that of the baseline, and its
-    confidence interval. The throughput is the sum of all tokens divided by the sum of all times.
-
-    counts: (number of tokens, seconds) of each output
-    baseline_counts: the same for the baseline's outputs of the same prompts
-    """
-    count_array = np.asarray(counts, float).reshape(-1, 2)
-    baseline_array = np.asarray(baseline_counts, float).reshape(-1, 2)
-
-    def statistic(indices: np.ndarray) -> np.ndarray:
-        tokens, seconds = np.moveaxis(count_array[indices].sum(-2), -1, 0)
-        baseline_tokens, baseline_seconds = np.moveaxis(baseline_array[indices].sum(-2), -1, 0)
-        return (tokens / seconds) / (np.maximum(baseline_tokens, 1) / baseline_seconds)
-
-    ratio = float(statistic(np.arange(len(counts))))
-    return ratio, bootstrap_interval(statistic, len(counts))
 
 
 def count_tokens_and_rounds(commits: Iterable[Sequence[int]]) -> list[tuple[int, int]]:

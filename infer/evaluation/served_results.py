@@ -105,7 +105,7 @@ class ServedSetResult:
     refusal: how the server refused the first of them; None if there are none
     baseline: the server without a drafter; None if there is none. The next three fields are then
         None, too
-    speedup: tokens per second of request time, divided by that of the baseline
+    speedup: median over the answers of the tokens per second, divided by those of the baseline
     speedup_interval: confidence interval; None for too few answers
     identical_outputs: number of answers whose text equals that of the baseline
     time_limit_note: sentence about the questions that were not asked because of
@@ -164,9 +164,10 @@ def format_served(result: ServedResult, evaluated_sets: Sequence[SetResult] = ()
 
     paragraphs.append(
         f"Answers have at most {result.max_new_tokens} tokens. τ is the number of tokens per "
-        "round, including the target's own token. The speedup is the number of tokens per second "
-        "of request time, including the prefill, divided by that of the baseline, with its 95 % "
-        "interval. The column 'same' counts the answers whose text equals that of the baseline."
+        "round, including the target's own token. The speedup is the median over "
+        "the answers of their tokens per second, including the prefill, divided by those of the "
+        "baseline's answer, with its 95 % interval. The column 'same' counts the answers whose "
+        "text equals that of the baseline."
     )
     if any("eval: " in paragraph for paragraph in paragraphs):
         paragraphs.append(

@@ -14,7 +14,7 @@ from infer.evaluation.engine_metrics import (
     subtract_counters,
 )
 from infer.evaluation.measurement import describe_time_limit
-from infer.evaluation.metrics import compute_throughput_ratio
+from infer.evaluation.metrics import compute_median_speedup
 from infer.evaluation.served_results import (
     AnswerTiming,
     ServedAcceptance,
@@ -106,10 +106,10 @@ def summarise_cell(
     speedup_interval = None
     identical_outputs = None
     if len(servers) > 1:
-        counts = []
-        for k in range(len(servers)):
-            counts.append([(answer.tokens, answer.seconds) for answer in record.answers[k]])
-        speedup, speedup_interval = compute_throughput_ratio(*counts)
+        speedup, speedup_interval = compute_median_speedup(
+            [answer.tokens_per_second for answer in record.answers[0]],
+            [answer.tokens_per_second for answer in record.answers[1]],
+        )
         pairs = zip(*record.answers, strict=True)
         identical_outputs = sum(answer.text == expected.text for answer, expected in pairs)
     time_limit_note = None

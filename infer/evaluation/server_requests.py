@@ -102,6 +102,11 @@ class StreamedAnswer:
     first_token_seconds: float
     acceptance: ServedAcceptance | None = None
 
+    @property
+    def tokens_per_second(self) -> float:
+        """Output tokens per second, including the prefill. An empty answer counts as one token."""
+        return max(1, self.tokens) / self.seconds
+
 
 def connect_to_server(
     option: str, url: str, model: str | None, preferred_model: str | None, thinking: bool
