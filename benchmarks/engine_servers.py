@@ -11,9 +11,9 @@ both (`./launch.sh eval url=... baseline=...`, one request at a time, greedy), a
 the converted weights.
 
 A finished server is not measured again, unless its result in <work>/results is deleted. The table
-at the end has, over the answers of all question sets: tokens per round; tokens per second of
-request time of the baseline and of the server; their ratio with its 95 % interval (bootstrap over
-answers); and how many answers equal those of the baseline.
+at the end has, over the answers of all question sets: tokens per round; the median tokens per
+second of a request of the baseline and of the server; the median of their ratio with its 95 %
+interval (bootstrap over answers); and how many answers equal those of the baseline.
 """
 
 import argparse
@@ -21,6 +21,7 @@ import os
 import re
 import shlex
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -31,10 +32,10 @@ from pathlib import Path
 
 import httpx
 import yaml
-from infer.evaluation.served_results import ServedResult
 
-from infer.evaluation.metrics import compute_throughput_ratio
+from infer.evaluation.metrics import compute_median_speedup
 from infer.evaluation.results import read_result
+from infer.evaluation.served_results import AnswerTiming, ServedResult
 from infer.evaluation.tables import format_interval, format_markdown_table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -163,27 +164,27 @@ def measure_server(server: ServerCommand, args: argparse.Namespace) -> None:
 
 def list_cells(server: ServerCommand, result: ServedResult) -> list[str]:
     """Return the cells of a server's table row, over the answers of all question sets."""
-    counts: list[list[tuple[int, float]]] = [[], []]
+    answers: list[list[AnswerTiming]] = [[], []]
     accepted = rounds = same = 0
     for each in result.sets:
         assert each.baseline is not None
-        for k, measurement in enumerate((each.server, each.baseline)):
-            counts[k] += [(answer.tokens, answer.seconds) for answer in measurement.answers]
+        answers[0] += each.server.answers
+        answers[1] += each.baseline.answers
         same += each.identical_outputs or 0
         if each.server.acceptance is not None:
             accepted += each.server.acceptance.accepted
             rounds += each.server.acceptance.rounds
-    speedup, interval = compute_throughput_ratio(*counts)
-    speeds = [sum(n for n, _ in each) / sum(seconds for _, seconds in each) for each in counts]
+    speeds = [[answer.tokens / answer.seconds for answer in each] for each in answers]
+    speedup, interval = compute_median_speedup(*speeds)
     return [
         server.engine,
         server.weights,
         server.drafts,
         f"{1 + accepted / rounds:.2f}" if rounds else "-",
-        f"{speeds[1]:.1f}",
-        f"{speeds[0]:.1f}",
+        f"{statistics.median(speeds[1]):.1f}",
+        f"{statistics.median(speeds[0]):.1f}",
         f"{speedup:.2f}{format_interval(interval)}",
-        f"{same} of {len(counts[0])}",
+        f"{same} of {len(answers[0])}",
     ]
 
 

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from infer.cli.serve import ServeCommand, open_and_describe_engine
 from infer.serving.config import API_KEY_ENVIRONMENT_VARIABLE
-from infer.utils.checks import TEXT_OR_FILE_METADATA_KEY, require_at_least
+from infer.utils.checks import TEXT_OR_FILE_METADATA_KEY, require_at_least, require_http_address
 from infer.utils.progress import HEARTBEAT
 
 ACCEPTED_STYLE = "green"
@@ -64,8 +64,7 @@ class ChatCommand(ServeCommand):
     def check(self) -> None:
         """Raise ValueError for invalid options, such as a malformed address."""
         super().check()
-        if self.url is not None and not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"url={self.url}: give an address such as http://127.0.0.1:8000")
+        require_http_address(self, "url")
         require_at_least(self, temperature=0, max_tokens=1)
 
 

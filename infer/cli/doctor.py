@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from infer.cli.models import CommandWithTarget, load_target_and_drafters
+from infer.utils.checks import require_http_address
 from infer.utils.progress import HEARTBEAT, set_activity_within_block
 
 
@@ -23,8 +24,7 @@ class DoctorCommand(CommandWithTarget):
     def check(self) -> None:
         """Raise ValueError for invalid options."""
         self.target.check()
-        if self.url is not None and not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"url={self.url}: give an address such as http://127.0.0.1:8000")
+        require_http_address(self, "url")
         if self.checkpoint == "lookup":
             raise ValueError(
                 f"checkpoint={self.checkpoint}: prompt lookup has no model card to compare with; "
@@ -38,9 +38,10 @@ DOCTOR_PROMPT_TOKENS = 64
 def run(config: DoctorCommand) -> None:
     """Print a diagnosis. Exit with code 1 if it names a cause of low acceptance."""
     from data.prompts import load_external_prompts
-    from infer.doctor.engines import measure_engine, open_client
+    from infer.doctor.engines import measure_engine
     from infer.doctor.examine import diagnose_drafter, format_diagnosis
     from infer.evaluation.acceptance import load_stored_reference, measure_reference
+    from infer.evaluation.engine_metrics import open_client
 
     reference = load_stored_reference(config.checkpoint)
     has_reference = reference is not None

@@ -1,6 +1,7 @@
 """The command `eval`: measures the speedup of a drafter or of a masked diffusion model.
 
-A drafter is measured on held-out prompts or on a suite of question sets.
+A drafter is measured on held-out prompts or on a suite of question sets. A running server is
+measured on a suite of question sets.
 """
 
 import sys
@@ -15,6 +16,7 @@ from infer.cli.models import CommandWithDrafter, MaskedConfig, load_target_and_d
 from infer.config import EvaluationConfig
 from infer.evaluation.tables import format_findings
 from infer.targets.masked_models import MASKED_DIFFUSION_TARGET_KIND, is_masked_diffusion
+from infer.utils.checks import require_http_address
 from infer.utils.progress import Progress
 
 
@@ -34,7 +36,8 @@ class CommandWithData(CommandWithDrafter):
 @dataclass
 class EvalCommand(CommandWithData):
     """Evaluate a drafter on held-out prompts, as training does at a checkpoint, or on a suite of
-    question sets. If the target is a masked diffusion model, measure that model's speedup.
+    question sets. If the target is a masked diffusion model, measure that model's speedup. With
+    url, measure a running server.
 
     checkpoint: a drafter folder, a training checkpoint, or the name of a target whose drafter this
         repository contains (embedded, smollm2). lookup means prompt lookup, which drafts the
@@ -50,12 +53,54 @@ class EvalCommand(CommandWithData):
         evaluation.external_prompts and evaluation.max_prompt_tokens
     masked: only if the target is a masked diffusion model, see MaskedConfig in
         infer/masked/config.py
+    url: address of a running server of vLLM, SGLang, llama.cpp or of this project, which is
+        measured on the question sets of suite. The options checkpoint, target, drafter, data and
+        masked then have no effect, because no model is loaded. null means that no server is
+        measured
+    baseline: only with url: address of a server of the same model without a drafter, to compute the
+        speedup
+    served_model: only with url: name of the model on the server. null means the server's first
+        model. From the baseline, the model of the same name is requested, or else its first model
+    concurrency: only with url: numbers of requests at a time; every question set is measured with
+        each of them
     """
 
     checkpoint: str = "${target.path}"
     out: str = "runs/evaluation"
     suite: SuiteConfig = field(default_factory=SuiteConfig)
     masked: MaskedConfig = field(default_factory=MaskedConfig)
+    url: str | None = None
+    baseline: str | None = None
+    served_model: str | None = None
+    concurrency: list[int] = field(default_factory=lambda: [1])
+
+    def check(self) -> None:
+        """Raise ValueError for invalid options."""
+        super().check()
+        require_http_address(self, "url", "baseline")
+        if self.url is None:
+            for name in ("baseline", "served_model"):
+                value = getattr(self, name)
+                if value is not None:
+                    raise ValueError(
+                        f"{name}={value} needs a server: add url=<the address of a server>"
+                    )
+            return
+        if self.suite.name is None:
+            raise ValueError(
+                f"url={self.url}: a server is measured on question sets; add suite=ddtree, "
+                "suite=speed_bench, or suite=files with suite.folder=<your question sets>"
+            )
+        if self.baseline == self.url:
+            raise ValueError(
+                f"baseline={self.baseline} is the address of url; give the address of a second "
+                "server, which serves the same model without a drafter"
+            )
+        if not self.concurrency or min(self.concurrency) < 1:
+            raise ValueError(
+                f"concurrency={list(self.concurrency)}: give one or more numbers of requests at a "
+                "time, each at least 1, such as concurrency=[1,8,32]"
+            )
 
 
 def run(config: EvalCommand) -> None:
@@ -63,6 +108,9 @@ def run(config: EvalCommand) -> None:
 
     A report is also written for a drafter.
     """
+    if config.url is not None:
+        run_served(config)
+        return
     if config.suite.name is not None:
         run_suite(config)
         return
@@ -146,3 +194,65 @@ def run_suite(config: EvalCommand) -> None:
     table = format_suite(result)
     atomic_write(out / "suite.md", table + "\n")
     print(f"{table}\n\ntable    {out / 'suite.md'}\nresults  {out / 'suite.json'}")
+
+
+def run_served(config: EvalCommand) -> None:
+    """Measure a running server on a suite of question sets. Write the results and print a table.
+
+    If the server fails or the user presses Ctrl-C, the results until then are written and printed.
+    Raises RunAborted or KeyboardInterrupt after that.
+    """
+    from data.suites import load_suite
+    from infer.evaluation.results import SuiteResult, read_result, write_result
+    from infer.evaluation.served import INTERRUPTED_BY_USER, measure_servers
+    from infer.evaluation.served_results import format_served
+    from infer.evaluation.server_requests import (
+        RequestRefused,
+        ServerFailure,
+        connect_to_server,
+    )
+    from infer.utils.errors import RunAborted
+    from infer.utils.files import atomic_write
+
+    assert config.url is not None
+    out = Path(config.out)
+    thinking = config.suite.thinking
+    servers = [connect_to_server("url", config.url, config.served_model, None, thinking)]
+    if config.baseline is not None:
+        # The baseline may serve the same model under another name.
+        model = servers[0].model
+        servers.append(connect_to_server("baseline", config.baseline, None, model, thinking))
+    question_sets = load_suite(config.suite)
+    progress = Progress("asking", "questions", minutes=config.evaluation.max_minutes)
+    try:
+        result = measure_servers(
+            servers,
+            question_sets,
+            config.suite,
+            config.evaluation,
+            config.concurrency,
+            progress.print_line,
+            progress,
+        )
+    except RequestRefused as error:
+        raise ValueError(str(error)) from error
+    except ServerFailure as error:
+        raise RunAborted(f"{error}; start the server again, and repeat the command") from error
+    if not result.sets:
+        raise KeyboardInterrupt("nothing was measured")
+
+    evaluated_sets = []
+    if (out / "suite.json").exists():
+        evaluated_sets = read_result(out / "suite.json", SuiteResult).sets
+    out.mkdir(parents=True, exist_ok=True)
+    write_result(out / "served.json", result)
+    table = format_served(result, evaluated_sets)
+    atomic_write(out / "served.md", table + "\n")
+    progress.end_open_line()
+    print(f"{table}\n\ntable    {out / 'served.md'}\nresults  {out / 'served.json'}")
+    if result.interruption == INTERRUPTED_BY_USER:
+        raise KeyboardInterrupt(f"what was measured before is in {out / 'served.json'}")
+    if result.interruption is not None:
+        raise RunAborted(
+            f"{result.interruption}; what was measured before is in {out / 'served.json'}"
+        )

@@ -1,12 +1,10 @@
 """Measure over HTTP how many draft tokens a running inference engine accepts.
 
-Prompts are sent to the engine, and the engine's counters of draft tokens are read from /metrics.
-The counters include the requests of all users, so nobody else may use the engine meanwhile.
+Prompts are sent to the engine, and the engine's counters of draft tokens are read from /metrics
+(infer/evaluation/engine_metrics.py).
 """
 
-import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import pairwise
 from uuid import uuid4
 
@@ -14,65 +12,20 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from infer.doctor.comparison import EngineMeasurement
+from infer.evaluation.engine_metrics import (
+    EngineCounters,
+    find_engine_counters,
+    read_counters,
+    subtract_counters,
+)
 from infer.evaluation.results import AcceptanceCounts, AcceptanceReference, ReferenceAnswer
 
-ENGINE_CONNECT_TIMEOUT_SECONDS = 10
-ENGINE_READ_TIMEOUT_SECONDS = 600
 # An engine may draft more tokens than a block has. The counters of accepted tokens are also read
 # for this number of positions after the block.
 MAX_POSITIONS_BEYOND_BLOCK_SIZE = 64
 MAX_QUOTED_ENGINE_ERROR_CHARACTERS = 200
 # Each prompt is sent twice, because in the second request it is in the engine's prefix cache.
 DOCTOR_REQUESTS_PER_PROMPT = 2
-
-
-@dataclass(frozen=True)
-class EngineCounters:
-    """The names of an engine's counters on /metrics, without the suffix _total.
-
-    engine: name of the engine
-    rounds, drafted: name of the counter of rounds, and name of the counter of draft tokens
-    accepted: name of the counter of accepted draft tokens, which has a label "position" (from 0)
-    supports_cache_salt: whether requests may have the field `cache_salt`. The engine then finds a
-        prompt in its prefix cache only if it was cached with the same salt.
-    """
-
-    engine: str
-    rounds: str
-    drafted: str
-    accepted: str
-    supports_cache_salt: bool = False
-
-
-ACCEPTANCE_COUNTERS_OF_ENGINES = (
-    EngineCounters(
-        "vLLM",
-        "vllm:spec_decode_num_drafts",
-        "vllm:spec_decode_num_draft_tokens",
-        "vllm:spec_decode_num_accepted_tokens_per_pos",
-        supports_cache_salt=True,
-    ),
-    EngineCounters(
-        "blockdraft",
-        "blockdraft_rounds",
-        "blockdraft_drafted_tokens",
-        "blockdraft_accepted_tokens_per_pos",
-    ),
-)
-
-
-def open_client(url: str) -> httpx.Client:
-    """Return an HTTP client for an engine's server. The client sends the API key in the environment
-    variable OPENAI_API_KEY or BLOCKDRAFT_API_KEY, if there is one.
-
-    url: address of the server, with or without /v1 at its end
-    """
-    key = os.environ.get("OPENAI_API_KEY") or os.environ.get("BLOCKDRAFT_API_KEY")
-    return httpx.Client(
-        base_url=url.rstrip("/").removesuffix("/v1"),
-        headers={"Authorization": f"Bearer {key}"} if key else {},
-        timeout=httpx.Timeout(ENGINE_CONNECT_TIMEOUT_SECONDS, read=ENGINE_READ_TIMEOUT_SECONDS),
-    )
 
 
 def measure_engine(client: httpx.Client, reference: AcceptanceReference) -> EngineMeasurement:
@@ -86,7 +39,7 @@ def measure_engine(client: httpx.Client, reference: AcceptanceReference) -> Engi
     that are known.
     """
     try:
-        counters = find_engine_counters(client, read_counters(client))
+        counters = require_engine_counters(client, read_counters(client))
         options = read_decoding_options(client)
         incomparable_options = describe_incomparable_options(options, reference.block_size)
         answers, snapshots = request_answers(client, reference, counters)
@@ -144,21 +97,20 @@ def request_answers(
     return answers[::DOCTOR_REQUESTS_PER_PROMPT], snapshots
 
 
-def find_engine_counters(client: httpx.Client, values: Mapping[str, float]) -> EngineCounters:
-    """Find out from the counters on /metrics which engine the server runs. Return the names of this
-    engine's counters of draft tokens.
+def require_engine_counters(client: httpx.Client, values: Mapping[str, float]) -> EngineCounters:
+    """Return the names of the counters of draft tokens of the engine that the server runs.
 
     values: the counters that the server reports; keys are their names
 
     Raises ValueError if none of the known engines has such counters.
     """
-    for counters in ACCEPTANCE_COUNTERS_OF_ENGINES:
-        if counters.rounds in values:
-            return counters
-    raise ValueError(
-        f"url={client.base_url}: /metrics has no known counters of draft tokens. Start vLLM with "
-        "--speculative-config, or use a server of this project"
-    )
+    counters = find_engine_counters(values)
+    if counters is None:
+        raise ValueError(
+            f"url={client.base_url}: /metrics has no known counters of draft tokens. Start vLLM "
+            "with --speculative-config, or use a server of this project"
+        )
+    return counters
 
 
 def describe_incomparable_options(options: Mapping[str, str], block_size: int) -> str:
@@ -215,30 +167,6 @@ def read_decoding_options(client: httpx.Client) -> dict[str, str]:
             if sample.name == "blockdraft_decoding_info":
                 return sample.labels
     return {}
-
-
-def read_counters(client: httpx.Client) -> dict[str, float]:
-    """Read all counters of an engine from /metrics. Return a dictionary from names to values.
-
-    If a counter has a label "position", the key is "<name> <position>". Values of the same counter
-    for several models or processes are added up.
-    """
-    values: dict[str, float] = {}
-    for family in text_string_to_metric_families(client.get("/metrics").text):
-        for sample in family.samples:
-            name = sample.name.removesuffix("_total")
-            position = sample.labels.get("position")
-            if position:
-                name = f"{name} {position}"
-            values[name] = values.get(name, 0) + sample.value
-    return values
-
-
-def subtract_counters(after: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
-    """Return by how much each counter has grown between two readings of all counters. Counters that
-    have not grown are left out."""
-    growth = {name: value - before.get(name, 0) for name, value in after.items()}
-    return {name: value for name, value in growth.items() if value > 0}
 
 
 def request_answer(

@@ -49,20 +49,27 @@ def compute_metrics(
     baseline: the results of the fastest baseline decoder on the same prompts
     """
     baseline_by_number = {result.number: result for result in baseline}
-    ratios = np.array(
-        [
-            compute_output_tokens_per_second(result)
-            / compute_output_tokens_per_second(baseline_by_number[result.number])
-            for result in prompts
-        ]
+    speedup, speedup_interval = compute_median_speedup(
+        [compute_output_tokens_per_second(result) for result in prompts],
+        [compute_output_tokens_per_second(baseline_by_number[each.number]) for each in prompts],
     )
     tau, tau_interval = compute_acceptance_length_or_ratio(
         [(each.tokens - 1, each.rounds) for each in prompts]
     )
-    speedup_interval = bootstrap_interval(
-        lambda indices: np.median(ratios[indices], axis=-1), len(ratios)
-    )
-    return MethodMetrics(tau, tau_interval, float(np.median(ratios)), speedup_interval)
+    return MethodMetrics(tau, tau_interval, speedup, speedup_interval)
+
+
+def compute_median_speedup(
+    tokens_per_second: Sequence[float], baseline_tokens_per_second: Sequence[float]
+) -> tuple[float, list[float] | None]:
+    """Return the median over prompts of the speedup of a prompt, and its confidence interval.
+
+    tokens_per_second: of the method, for each prompt
+    baseline_tokens_per_second: of the baseline, for the same prompts
+    """
+    ratios = np.asarray(tokens_per_second, float) / np.asarray(baseline_tokens_per_second, float)
+    interval = bootstrap_interval(lambda indices: np.median(ratios[indices], axis=-1), len(ratios))
+    return float(np.median(ratios)), interval
 
 
 def compute_output_tokens_per_second(result: PromptResult) -> float:

@@ -74,3 +74,15 @@ def require_valid_temperature(options: Any, prefix: str = "") -> None:
             f"{prefix}temperature={temperature}: use 0 for greedy decoding, or at least "
             f"{MIN_TEMPERATURE}"
         )
+
+
+def require_http_address(options: object, *names: str) -> None:
+    """Raise ValueError if an option is not the address of an HTTP server. An option that is None is
+    allowed.
+
+    names: names of the options
+    """
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and not value.startswith(("http://", "https://")):
+            raise ValueError(f"{name}={value}: give an address such as http://127.0.0.1:8000")

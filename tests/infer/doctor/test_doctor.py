@@ -21,7 +21,7 @@ from infer.doctor.comparison import (
     is_significantly_lower,
     sum_absolute_count_differences,
 )
-from infer.doctor.engines import choose_num_tokens_to_request, measure_engine, open_client
+from infer.doctor.engines import choose_num_tokens_to_request, measure_engine
 from infer.doctor.examine import diagnose_drafter, format_diagnosis
 from infer.doctor.replay import (
     FeatureLayer,
@@ -37,6 +37,7 @@ from infer.evaluation.acceptance import (
     measure_reference,
 )
 from infer.evaluation.card import write_card
+from infer.evaluation.engine_metrics import open_client
 from infer.evaluation.results import (
     AcceptanceCounts,
     AcceptanceReference,
