@@ -46,6 +46,7 @@ def open_and_describe_engine(config: ServeCommand) -> "tuple[Engine, str]":
     """
     from infer import open_engine
     from infer.api import max_positions
+    from infer.engine.warm_up import record_common_rounds
 
     server = config.server
     if server.memory_limit_mib is not None:
@@ -59,6 +60,7 @@ def open_and_describe_engine(config: ServeCommand) -> "tuple[Engine, str]":
     extra_positions = decoding.count_output_positions(1) - 1
     capacity = min(server.max_length, max_positions(target) - extra_positions)
     engine = open_engine(target, drafter, decoding, capacity)
+    record_common_rounds(engine, HEARTBEAT.set_activity)
     description = (
         f"{server.model_name or target.name} at {server.url}/v1: "
         f"{decoding.get_method_name(drafter)}, {decoding.max_num_seqs} sequences at a time, "

@@ -26,6 +26,7 @@ from infer.config import (
 from infer.drafters.base import Drafter
 from infer.drafters.families import PROMPT_LOOKUP_FAMILY
 from infer.drafters.lookup import PromptLookup
+from infer.engine.engine import Engine
 from infer.engine.repetition import MAX_LOOP_PERIOD_TOKENS, MIN_LOOP_REPEATS, find_loop_period
 from infer.engine.sampling import derive_seed
 from infer.engine.sequence import DecodeStats, Sequence, find_sequence_end
@@ -264,7 +265,8 @@ def measure_variants(
 ) -> list[VariantMeasurement]:
     """Decode every prompt with every variant, one sequence at a time.
 
-    The variant that comes first changes from prompt to prompt, so that changes of the machine's
+    Each variant has one engine for all prompts, so that CUDA graphs are recorded once. The variant
+    that comes first changes from prompt to prompt, so that changes of the machine's
     speed affect all variants equally. At the end, prompts that took unusually long are measured
     again while there is time.
 
@@ -280,61 +282,79 @@ def measure_variants(
     longest_output = max(variant.options.max_new_tokens for variant in variants)
     capacity = max(map(len, prompts), default=0) + longest_output
     numbers = list(range(len(prompts)) if prompt_numbers is None else prompt_numbers)
+    engines: dict[int, Engine | None] = {}
 
-    def measure(
-        variant: DecodingVariant, number: int, prompt: abc.Sequence[int]
-    ) -> VariantMeasurement:
-        return measure_prompt(model, drafter, variant, number, list(prompt), capacity, clock)
+    def measure(index: int, number: int, prompt: abc.Sequence[int]) -> VariantMeasurement:
+        return measure_prompt(
+            model, engines[index], variants[index], number, list(prompt), clock
+        )
 
-    # The first calls take longer because they allocate memory and compile kernels, so they are not
-    # measured.
-    for variant in variants if prompts else ():
+    # The first calls take longer because they compile kernels and record CUDA graphs, so they are
+    # not measured.
+    for index, variant in enumerate(variants if prompts else ()):
+        engines[index] = open_variant_engine(model, drafter, variant, capacity, clock)
         tokens = min(WARMUP_TOKENS_BEFORE_MEASUREMENT, variant.options.max_new_tokens)
         short_options = replace(variant.options, max_new_tokens=tokens)
-        measure(replace(variant, options=short_options), numbers[0], prompts[0])
+        short_variant = replace(variant, options=short_options)
+        measure_prompt(model, engines[index], short_variant, numbers[0], list(prompts[0]), clock)
 
     measurements = [VariantMeasurement(variant) for variant in variants]
     for i, (number, prompt) in enumerate(zip(numbers, prompts, strict=True)):
         if i > 0 and broadcast_decision(model, time.monotonic() > deadline):
             break
         for turn in range(len(variants)):
-            measurement = measurements[(turn + i) % len(variants)]
-            measurement.extend(measure(measurement.variant, number, prompt))
+            index = (turn + i) % len(variants)
+            measurements[index].extend(measure(index, number, prompt))
         progress(i + 1, len(prompts))
 
-    for measurement in measurements:
+    for index, measurement in enumerate(measurements):
         for i in broadcast_decision(model, measurement.find_disturbed_prompts()):
             if broadcast_decision(model, time.monotonic() > deadline):
                 break
-            repeated = measure(measurement.variant, numbers[i], prompts[i])
+            repeated = measure(index, numbers[i], prompts[i])
             measurement.prompt_results[i] = repeated.prompt_results[0]
             measurement.remeasured_prompts += 1
     return measurements
 
 
-def measure_prompt(
+def open_variant_engine(
     model: AnyTarget,
     drafter: Drafter | None,
     variant: DecodingVariant,
+    capacity: int,
+    clock: abc.Callable[[], float],
+) -> Engine | None:
+    """Return the engine that decodes a variant; None for `generate` of transformers, which has no
+    engine.
+
+    capacity: number of positions in the KV cache
+    """
+    if variant.name == TRANSFORMERS_BASELINE_METHOD.name:
+        return None
+    variant_drafter = cast(Drafter | None, variant.drafter or drafter)
+    return open_engine(model, variant_drafter, variant.options, capacity, clock)
+
+
+def measure_prompt(
+    model: AnyTarget,
+    engine: Engine | None,
+    variant: DecodingVariant,
     number: int,
     prompt: list[int],
-    capacity: int,
     clock: abc.Callable[[], float],
 ) -> VariantMeasurement:
     """Decode one prompt with one variant, and measure the time.
 
+    engine: the result of `open_variant_engine`
     number: index of the prompt in the evaluation, from which the sampling seed is derived
-    capacity: number of positions in the KV cache
     clock: returns the time in seconds
     """
     options = replace(variant.options, seed=derive_seed(variant.options.seed, number))
 
     start = clock()
-    if variant.name == TRANSFORMERS_BASELINE_METHOD.name:
+    if engine is None:
         sequence = generate_with_transformers(cast(Target, model), prompt, options)
     else:
-        variant_drafter = cast(Drafter | None, variant.drafter or drafter)
-        engine = open_engine(model, variant_drafter, options, capacity, clock)
         sequence = engine.submit(prompt, options)
         while engine.has_unfinished_sequences:
             engine.step()

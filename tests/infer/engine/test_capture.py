@@ -11,6 +11,7 @@ from infer import Engine
 from infer.config import EngineConfig, HeadConfig, SamplingOptions
 from infer.engine import engine as engine_module, round as round_module
 from infer.engine.sequence import Sequence
+from infer.engine.warm_up import record_common_rounds
 from infer.kernels import table
 from infer.targets.kernel_decoder import KernelDecoder
 from tests.recorded_graphs import RecordedGraphs
@@ -116,6 +117,34 @@ def test_graphs_keep_the_weights_alive_that_they_read(make_tiny, graphs):
         referenced_addresses = {tensor.data_ptr() for tensor in tensors}
         referenced_addresses |= {layer.qk_norm.weight.data_ptr() for layer in decoder.layers}
         assert addresses <= referenced_addresses
+
+
+@pytest.mark.parametrize("method", ["plain", "ddtree"])
+def test_common_rounds_are_recorded_before_the_first_request(make_tiny, graphs, method):
+    target, drafter = make_tiny(seed=3, block_size=6)
+    engine = Engine(target, drafter, EngineConfig(method, 7, max_num_seqs=3), 90)
+    engine.runner.uses_cuda_graphs = True
+    steps = []
+    record_common_rounds(engine, steps.append)
+    recorded = {key for key, graph in engine.runner.graphs.graphs.items() if graph is not None}
+    assert {key.rows for key in recorded} == {1, 2, 3}
+    assert len(steps) == 3
+
+    for temperature in (0.0, 0.8):
+        options = SamplingOptions(max_new_tokens=20, temperature=temperature, ignore_eos=True)
+        for _ in range(3):
+            engine.submit([5, 6, 7], options)
+        while engine.has_unfinished_sequences:
+            engine.step()
+    new_keys = {key for key, graph in engine.runner.graphs.graphs.items() if graph is not None}
+    assert {(key.rows, key.kind) for key in new_keys} == {(key.rows, key.kind) for key in recorded}
+
+
+def test_without_cuda_graphs_nothing_is_recorded(make_tiny):
+    target, drafter = make_tiny(seed=3)
+    engine = Engine(target, drafter, EngineConfig("ddtree", 7), 90)
+    record_common_rounds(engine, pytest.fail)
+    assert engine.seconds["verify"] == 0
 
 
 class FakeGrammar:
