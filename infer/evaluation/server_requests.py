@@ -18,9 +18,6 @@ CHAT_PATH = "/v1/chat/completions"
 MODELS_PATH = "/v1/models"
 MAX_QUOTED_RESPONSE_CHARACTERS = 200
 API_KEY_STATUSES = (401, 403)
-# Servers close idle connections after five seconds by default. An older connection is not used
-# again, because the server may close it at the moment when a request is sent.
-KEEPALIVE_EXPIRY_SECONDS = 2.0
 # Fields of a request that switch off the defaults of an engine or of the model's
 # generation_config.json. All tokens can then be sampled, as in the command `eval`.
 UNFILTERED_SAMPLING_FIELDS = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -154,7 +151,9 @@ def connect_to_server(
         )
     owner = models[model]
     engine = ENGINES_BY_MODEL_OWNER.get(owner, ServedEngine(owner or "server"))
-    limits = httpx.Limits(max_connections=None, keepalive_expiry=KEEPALIVE_EXPIRY_SECONDS)
+    # Every request has a connection of its own. llama-server closes connections after streamed
+    # answers, sometimes at the moment when the next request is sent.
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     stream_client = httpx.AsyncClient(**build_client_options(url), limits=limits)
     server = EngineServer(option, url, model, engine, client, stream_client)
     template_fields = find_template_fields(server, thinking)
