@@ -6,7 +6,7 @@
         --threads 2 --rows 64 --clients 1 4 8 16 32 64 --budgets 2 4 8 16 --plot batch_size.svg
 
 The methods are baseline decoding, a chain, DDTrees of fixed budgets, and `auto`, the budget that
-follows the load. `--clients` requests of 16 to 64 tokens run at once, up to `--rows`, by default
+follows the load. `--clients` requests of 16 to `--tokens` tokens run at once, up to `--rows`, by default
 the server's default. In a turn all methods decode the same requests, at least eight and at least
 one a client; the next turn has other requests. Every method keeps its engine between turns, so that
 `auto` keeps what it has learnt although the load changes each turn. Before the first turn every
@@ -241,6 +241,7 @@ def main() -> None:
     parser.set_defaults(prompts=64, prompt_tokens=64)
     parser.add_argument("--rows", type=int, default=EngineConfig().max_num_seqs)
     parser.add_argument("--budgets", type=int, nargs="+", default=DEFAULT_TREE_BUDGETS)
+    parser.add_argument("--tokens", type=int, default=64, help="new tokens of the longest request")
     parser.add_argument("--plot", type=Path, help="SVG file to write")
     args = parser.parse_args()
     start_time = time.monotonic()
@@ -251,9 +252,9 @@ def main() -> None:
     )
     target, drafter = models.load_target_and_drafter(target_config, args.drafter)
     prompts = load_cli_prompts(args, target.tokenizer)
-    capacity = max(map(len, prompts)) + 64
+    capacity = max(map(len, prompts)) + args.tokens
     requests = [
-        (ids, SamplingOptions(max_new_tokens=16 + 29 * i % 49, ignore_eos=True))
+        (ids, SamplingOptions(max_new_tokens=16 + 29 * i % (args.tokens - 15), ignore_eos=True))
         for i, ids in enumerate(prompts)
     ]
     # (decoding.method, budget) by name

@@ -38,6 +38,8 @@ from infer.evaluation.suite import LoadedQuestionSet, SuiteOptions
 # as many questions make this time short compared with the whole.
 QUESTIONS_PER_CONCURRENT_REQUEST = 4
 WARMUP_TOKENS_PER_REQUEST = 16
+# An engine's threads may spin for a moment after an answer, which would slow the other server.
+PAUSE_BETWEEN_SERVERS_SECONDS = 0.3
 INTERRUPTED_BY_USER = "stopped by Ctrl-C"
 
 
@@ -211,6 +213,8 @@ def answer_turn(
     answers_by_server: dict[int, list[StreamedAnswer | RequestRefused]] = {}
     seconds_by_server = {}
     for k in order:
+        if k != order[0]:
+            time.sleep(PAUSE_BETWEEN_SERVERS_SECONDS)
         requests = [
             cell.build_request(servers[k], histories[i], seed=number)
             for i, number in zip(open_chats, numbers, strict=True)

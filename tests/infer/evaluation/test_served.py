@@ -136,6 +136,12 @@ def serve(server: FakeServer) -> Iterator[FakeServer]:
         http.server_close()
 
 
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch):
+    """Fake servers have no threads that would slow each other."""
+    monkeypatch.setattr(infer.evaluation.served, "PAUSE_BETWEEN_SERVERS_SECONDS", 0.0)
+
+
 @pytest.fixture
 def command(tmp_path) -> EvalCommand:
     """The command without an address, with QUESTIONS in the set `mine`."""
