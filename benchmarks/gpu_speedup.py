@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_speedup.py --target smollm2.gguf --drafter data/smollm2/drafter \
         --suites <folder> --questions 16
-    python benchmarks/gpu_speedup.py --device cpu --questions 1 --tokens 16 ...   # to try the script
+    python benchmarks/gpu_speedup.py --device cpu --questions 1 --tokens 16 ...   # a try
 
 It is `eval suite=files` without the command line, for machines without hydra-core: every question
 is decoded by the baseline (our engine without a drafter), `generate` of transformers, a chain and

@@ -6,26 +6,27 @@
         --threads 2 --rows 64 --clients 1 4 8 16 32 64 --budgets 2 4 8 16 --plot batch_size.svg
 
 The methods are baseline decoding, a chain, DDTrees of fixed budgets, and `auto`, the budget that
-follows the load. `--clients` requests of 16 to `--tokens` tokens run at once, up to `--rows`, by default
-the server's default. In a turn all methods decode the same requests, at least eight and at least
-one a client; the next turn has other requests. Every method keeps its engine between turns, so that
-`auto` keeps what it has learnt although the load changes each turn. Before the first turn every
-engine decodes sixteen requests as a warm-up. In a turn the steps of the engines are interleaved:
-the next step is always that of the engine that has used the least time, so that changes of the
-machine's speed affect all methods alike. Every method's clock counts its own steps only.
+follows the load. `--clients` requests of 16 to `--tokens` tokens run at once, up to `--rows`, by
+default the server's default. In a turn all methods decode the same requests, at least eight and at
+least one a client; the next turn has other requests. Every method keeps its engine between turns,
+so that `auto` keeps what it has learnt although the load changes each turn. Before the first turn
+every engine decodes sixteen requests as a warm-up. In a turn the steps of the engines are
+interleaved: the next step is always that of the engine that has used the least time, so that
+changes of the machine's speed affect all methods alike. Every method's clock counts its own steps
+only.
 
 The first three turns at each number of clients select the best fixed method by tokens per second.
-Methods below 0.9 of the best are dropped early. Later turns compare `auto` with the selected method
-on requests that did not select it, since the best of several noisy results is biased upwards. The
-numbers of clients take turns such that each gets the same time.
+Methods below 0.9 of the best are dropped early. Later turns compare `auto` with the selected
+method on requests that did not select it, since the best of several noisy results is biased
+upwards. The numbers of clients take turns such that each gets the same time.
 
 Times are processor times of one thread (`--threads`: wall-clock times, for a quiet machine). The
-table has, for each number of clients: tokens per second of every method in the selecting turns (for
-a dropped method, of its turns); the selected method; the number of comparing turns; the ratio of
-tokens per second of `auto` and the selected method in the first turn, and in all comparing turns
-with its 95 % interval (turns resampled); whether all methods gave the same outputs; and for the
-baseline and `auto`, in the selecting turns, the 50th and 99th percentile of the milliseconds to the
-first token and between two updates. The last line names the numbers of clients at which the
+table has, for each number of clients: tokens per second of every method in the selecting turns
+(for a dropped method, of its turns); the selected method; the number of comparing turns; the ratio
+of tokens per second of `auto` and the selected method in the first turn, and in all comparing
+turns with its 95 % interval (turns resampled); whether all methods gave the same outputs; and for
+the baseline and `auto`, in the selecting turns, the 50th and 99th percentile of the milliseconds
+to the first token and between two updates. The last line names the numbers of clients at which the
 interval begins at 0.95 or above. `--plot` draws the tokens per second of every method.
 """
 

@@ -285,9 +285,7 @@ def measure_variants(
     engines: dict[int, Engine | None] = {}
 
     def measure(index: int, number: int, prompt: abc.Sequence[int]) -> VariantMeasurement:
-        return measure_prompt(
-            model, engines[index], variants[index], number, list(prompt), clock
-        )
+        return measure_prompt(model, engines[index], variants[index], number, list(prompt), clock)
 
     # The first calls take longer because they compile kernels and record CUDA graphs, so they are
     # not measured.
