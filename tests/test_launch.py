@@ -194,7 +194,9 @@ def test_ci_runs_the_tests(launch, repo, tmp_path):
     done, calls = launch(cwd=tmp_path, script=repo / ".ci" / "run")
     pytest_calls = [call[2:] for call in calls if call[3:5] == ["-m", "pytest"]]
     all_tests = [str(repo), "-m", "pytest", *XDIST_OPTIONS]
-    assert done.returncode == 0 and pytest_calls == [all_tests, [*all_tests, "-m", "robustness"]]
+    kernel_tests = [str(repo), "-m", "pytest", "tests/infer/kernels"]
+    expected_calls = [all_tests, [*all_tests, "-m", "robustness"], kernel_tests]
+    assert done.returncode == 0 and pytest_calls == expected_calls
 
 
 def test_an_existing_python_path_is_preserved(launch, repo):

@@ -41,6 +41,15 @@ FEW_QUERIES_TILE = AttentionTile(queries=16, keys=64, warps=4, stages=3)
 MANY_QUERIES_TILE = AttentionTile(queries=32, keys=64, warps=4, stages=3)
 
 
+@triton.jit
+def _find_query_row(head, query_index, num_nodes, num_queries, key_heads):
+    # A position's query heads are adjacent, first those of the first key head.
+    position = head // key_heads * num_nodes + query_index % num_nodes
+    key_head_row = position * key_heads + head % key_heads
+    query_row = key_head_row * (num_queries // num_nodes) + query_index // num_nodes
+    return query_row.to(tl.int64)
+
+
 @triton.jit(do_not_specialize=["num_nodes", "num_queries", "key_splits", "tree_mask_stride"])
 def _attend_split(
     query, key, value, cache_lengths, tree_mask, first_visible, partial_out, partial_stats,
@@ -57,12 +66,9 @@ def _attend_split(
     feature = tl.arange(0, BLOCK_E)
     is_query = query_index < num_queries
     is_feature = feature < E
-    # A position's query heads are adjacent, first those of the first key head.
-    heads_per_key_head = num_queries // num_nodes
-    query_row = (row * num_nodes + node) * key_heads + head % key_heads
-    query_row = query_row * heads_per_key_head + query_index // num_nodes
+    query_row = _find_query_row(head, query_index, num_nodes, num_queries, key_heads)
     q_mask = is_query[:, None] & is_feature
-    q = tl.load(query + query_row.to(tl.int64)[:, None] * E + feature, mask=q_mask, other=0.0)
+    q = tl.load(query + query_row[:, None] * E + feature, mask=q_mask, other=0.0)
     cache_length = tl.load(cache_lengths + row)
     first_slot = tl.load(first_visible + row * num_nodes + node, mask=is_query, other=cache_length)
     key_start = tl.maximum(tl.minimum(tl.min(first_slot, 0), cache_length), 0) // BLOCK_K * BLOCK_K
@@ -114,9 +120,7 @@ def _combine_splits(
 ):  # fmt: skip
     query_index = tl.program_id(0)
     head = tl.program_id(1)
-    position = head // key_heads * num_nodes + query_index % num_nodes
-    out_row = position * key_heads + head % key_heads
-    out_row = out_row * (num_queries // num_nodes) + query_index // num_nodes
+    out_row = _find_query_row(head, query_index, num_nodes, num_queries, key_heads)
     split = tl.arange(0, MAX_SPLITS)
     feature = tl.arange(0, BLOCK_E)
     is_split = split < key_splits
@@ -131,7 +135,7 @@ def _combine_splits(
         other=0.0,
     )
     tl.store(
-        out + out_row.to(tl.int64) * E + feature,
+        out + out_row * E + feature,
         tl.sum(split_out * weight[:, None], 0) / total,
         mask=feature < E,
     )

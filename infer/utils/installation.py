@@ -10,7 +10,7 @@ SOURCE_ROOT = Path(__file__).resolve().parent.parent.parent
 MODULES_BY_EXTRA = {
     "train": ("datasets", "deepspeed", "wandb"),
     "serve": ("fastapi", "httpx", "llguidance", "prometheus_client", "uvicorn"),
-    "gguf": ("accelerate", "gguf"),
+    "gguf": ("accelerate", "gguf", "sentencepiece"),
 }
 
 

@@ -1,5 +1,5 @@
 """Captured rounds: recorded on the CPU operation by operation, and replayed on the same memory, as
-CUDA graphs are (`tests.recorded_graphs`)."""
+CUDA graphs are (the fixture `graphs`)."""
 
 import random
 
@@ -9,20 +9,10 @@ import torch
 
 from infer import Engine
 from infer.config import EngineConfig, HeadConfig, SamplingOptions
-from infer.engine import engine as engine_module, round as round_module
+from infer.engine import round as round_module
 from infer.engine.sequence import Sequence
 from infer.engine.warm_up import record_common_rounds
-from infer.kernels import table
 from infer.targets.kernel_decoder import KernelDecoder
-from tests.recorded_graphs import RecordedGraphs
-
-
-@pytest.fixture
-def graphs(monkeypatch):
-    """Make engines use recorded graphs and the reference kernels."""
-    monkeypatch.setattr(engine_module, "CudaGraphs", RecordedGraphs)
-    monkeypatch.setattr(table, "FAST_KERNEL_TABLE_PATHS", {})
-
 
 GREEDY_OPTIONS = [{}]
 MIXED_OPTIONS = [

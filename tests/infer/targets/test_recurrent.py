@@ -12,13 +12,11 @@ from infer import Engine
 from infer.api import decode_prompts
 from infer.config import DecodeOptions, DrafterConfig, EngineConfig, SamplingOptions
 from infer.drafters.build import create_drafter
-from infer.engine import engine as engine_module, scheduler
-from infer.kernels import table
+from infer.engine import scheduler
 from infer.targets.predecessors import RECURRENCE_SEGMENT_POSITIONS, RecurrenceSegment
 from infer.targets.recurrent import compute_recurrence_segment
 from infer.targets.target import Target
 from infer.trees.tree import make_root_trees
-from tests.recorded_graphs import RecordedGraphs
 
 V = 61
 SMALL_CONFIG = {
@@ -208,11 +206,9 @@ def test_texts_are_plain_ones(target, scripted_drafter, temperature, methods, mo
         assert sum(text.stats.tau for text in generations) > 3.3, method
 
 
-def test_rounds_recorded_as_graphs_decode_the_same(target, monkeypatch):
+def test_rounds_recorded_as_graphs_decode_the_same(target, graphs):
     """Replayed rounds update the recurrent states in place. Sequences of several lengths come and
     go."""
-    monkeypatch.setattr(engine_module, "CudaGraphs", RecordedGraphs)
-    monkeypatch.setattr(table, "FAST_KERNEL_TABLE_PATHS", {})
     drafter = create_drafter(DrafterConfig(layers=1, block_size=5, mask_token_id=1), target)
     drafter.init_weights(torch.Generator().manual_seed(0))
     outputs = {}
