@@ -24,8 +24,8 @@ REPLAY_TABLE_COLUMNS = ("replayed", "τ by marginals", "τ", "τ in the best ord
 ENGINES_VERIFYING_CHAINS_ONLY = "vLLM, SGLang, llama.cpp and transformers"
 # The ratio is that of the verification times of 16 tokens and of one in docs/results/gpu.md.
 GPU_SENTENCE_START = (
-    "On a GPU a pass over 16 tokens takes little longer than a pass over one (1.2 times as long on "
-    "an H200)"
+    "On a GPU a pass over 16 tokens (15 drafted ones and the newest) takes little longer than a "
+    "pass over one (1.2 times as long on an H200)"
 )
 INSIGNIFICANT_MARK = "~"
 INSIGNIFICANT_LEGEND = (
@@ -226,7 +226,8 @@ def list_findings(evaluation: Evaluation) -> list[str]:
         sentences.append(speedups)
     if chains:
         sentences.append(
-            f"{GPU_SENTENCE_START}, so the speedup there is closer to τ; an engine that verifies "
+            f"{GPU_SENTENCE_START}, so the speedup there is closer to τ (not measured "
+            f"here); an engine that verifies "
             f"only chains ({ENGINES_VERIFYING_CHAINS_ONLY}) can be at most {chains[0].tau:.2f} "
             "times as fast with this drafter as without."
         )
@@ -237,10 +238,10 @@ def describe_tau(chain: MethodResult, tree: MethodResult | None) -> str:
     """Return a sentence with the τ of a chain and of a draft tree."""
     taus = f"τ = {chain.tau:.2f} tokens on average with a chain of {chain.budget} drafted tokens"
     if tree is not None:
-        taus += f" and {tree.tau:.2f} with {tree.label}"
+        taus += f" and {tree.tau:.2f} with {tree.label} (a tree of {tree.budget} drafted tokens)"
     return (
-        f"A pass of the target adds {taus}; without a drafter it adds 1 token, and τ is the same "
-        "on every machine."
+        f"A pass of the target adds {taus}; without a drafter it adds 1 token. τ does not "
+        "depend on the machine."
     )
 
 
@@ -287,8 +288,9 @@ def describe_speedups(evaluation: Evaluation) -> str | None:
     if tree is not None:
         round_ratio = tree.tau / tree.speedup
         sentence += (
-            f"; a round with {tree.label} takes {round_ratio:.1f} times as long as a pass of the "
-            "target without a drafter"
+            f"; a round with {tree.label} (drafting and one pass of the target) takes "
+            f"{round_ratio:.1f} times as long as a pass without a drafter, so {tree.tau:.2f} "
+            f"tokens per round give a speedup of {tree.speedup:.2f}"
         )
     return sentence + "."
 

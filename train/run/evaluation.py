@@ -350,9 +350,8 @@ def describe_first_batches(step_metrics: list[dict]) -> str:
         return ""
     tau = statistics.mean(line["prefix"] for line in first_lines)
     return (
-        f"In the first {len(first_lines)} steps of training, a chain of the drafter would have "
-        f"added τ = {tau:.2f} tokens per pass of the target (1.00 means that no draft is "
-        "accepted). These are the results of the trained drafter. "
+        f"In the first {len(first_lines)} steps of training, the drafter's τ with a chain was "
+        f"{tau:.2f} tokens per pass of the target (1.00: no draft is accepted). After training: "
     )
 
 
