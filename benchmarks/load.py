@@ -10,7 +10,7 @@ follows the load. `--clients` requests of 16 to `--tokens` tokens run at once, u
 default the server's default. In a turn all methods decode the same requests, at least eight and at
 least one a client; the next turn has other requests. Every method keeps its engine between turns,
 so that `auto` keeps what it has learnt although the load changes each turn. Before the first turn
-every engine decodes sixteen requests as a warm-up. In a turn the steps of the engines are
+every engine decodes `--rows` requests as a warm-up. In a turn the steps of the engines are
 interleaved: the next step is always that of the engine that has used the least time, so that
 changes of the machine's speed affect all methods alike. Every method's clock counts its own steps
 only.
@@ -47,7 +47,13 @@ from inputs import add_prompt_options, add_target_options, load_cli_prompts
 from infer import Engine
 from infer.cli import models
 from infer.config import EngineConfig, SamplingOptions, TargetConfig
-from infer.evaluation.charts import DASH_PATTERNS, Chart, ChartLine, render_charts
+from infer.evaluation.charts import (
+    DASH_PATTERNS,
+    LINE_COLOURS,
+    Chart,
+    ChartLine,
+    render_charts,
+)
 from infer.evaluation.metrics import MIN_PROMPTS_FOR_CONFIDENCE_INTERVAL, bootstrap_interval
 
 DEFAULT_TREE_BUDGETS = [2, 4, 8, 16, 64]
@@ -56,7 +62,6 @@ MIN_REQUESTS_PER_TURN = 8
 SELECTING_TURNS = 3
 MIN_RELATIVE_SPEED = 0.9  # of the best method; slower ones are dropped
 SUFFICIENT_RATIO = 0.95
-METHOD_COLOURS = ("#111111", "#d1495b", "#2e86ab", "#3a7d44", "#8d6a9f", "#e09f3e", "#5c5c5c")
 
 Request = tuple[list[int], SamplingOptions]  # prompt and options
 
@@ -218,7 +223,7 @@ def build_chart(loads: Sequence[ClientLoad]) -> Chart:
     lines = []
     for i, method in enumerate(loads[0].times):
         points = [(load.clients, load.tokens_per_second(method)) for load in loads]
-        colour = METHOD_COLOURS[i % len(METHOD_COLOURS)]
+        colour = LINE_COLOURS[i % len(LINE_COLOURS)]
         dash = DASH_PATTERNS[i % len(DASH_PATTERNS)]
         lines.append(ChartLine(method, points, colour, dash=dash))
     title = "tokens per second of all sequences together"

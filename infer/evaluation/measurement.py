@@ -266,9 +266,9 @@ def measure_variants(
     """Decode every prompt with every variant, one sequence at a time.
 
     Each variant has one engine for all prompts, so that CUDA graphs are recorded once. The variant
-    that comes first changes from prompt to prompt, so that changes of the machine's
-    speed affect all variants equally. At the end, prompts that took unusually long are measured
-    again while there is time.
+    that comes first changes from prompt to prompt, so that changes of the machine's speed affect
+    all variants equally. At the end, prompts that took unusually long are measured again while
+    there is time.
 
     prompts: token ids of each prompt
     prompt_numbers: index of each prompt among all prompts of the evaluation, from which the

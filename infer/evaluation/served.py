@@ -19,11 +19,11 @@ from infer.config import EvaluationConfig
 from infer.evaluation.measurement import ProgressCallback
 from infer.evaluation.served_results import ServedResult, ServedSetResult
 from infer.evaluation.served_summary import (
-    CellRecord,
-    ServedCell,
+    JobRecord,
+    ServedJob,
     list_notes,
     read_server_counters,
-    summarise_cell,
+    summarise_job,
 )
 from infer.evaluation.server_requests import (
     EngineServer,
@@ -72,12 +72,12 @@ def measure_servers(
                 f"{question_set.title}, temperature {temperature:g}, {concurrency} requests at a "
                 f"time ({i + 1} of {len(jobs)}):"
             )
-            cell = ServedCell(question_set, temperature, concurrency, evaluation.max_new_tokens)
+            job = ServedJob(question_set, temperature, concurrency, evaluation.max_new_tokens)
             seconds = max(0.0, end - time.monotonic()) / (len(jobs) - i)
             deadline = time.monotonic() + seconds
-            record = CellRecord([], [[] for _ in servers], [0.0 for _ in servers], [])
+            record = JobRecord([], [[] for _ in servers], [0.0 for _ in servers], [])
             try:
-                measure_cell(runner, servers, cell, record, progress, deadline)
+                measure_job(runner, servers, job, record, progress, deadline)
             except (ServerFailure, RequestRefused) as error:
                 if not sets and not record.numbers:
                     raise
@@ -85,7 +85,7 @@ def measure_servers(
             except KeyboardInterrupt:
                 interruption = INTERRUPTED_BY_USER
             if record.numbers:
-                sets.append(summarise_cell(servers, cell, record, evaluation.max_minutes))
+                sets.append(summarise_job(servers, job, record, evaluation.max_minutes))
             elif record.refusal is not None:
                 refusals.append(f"{question_set.title}: no question was answered. {record.refusal}")
             if interruption is not None:
@@ -103,11 +103,11 @@ def measure_servers(
     )
 
 
-def measure_cell(
+def measure_job(
     runner: asyncio.Runner,
     servers: Sequence[EngineServer],
-    cell: ServedCell,
-    record: CellRecord,
+    job: ServedJob,
+    record: JobRecord,
     progress: ProgressCallback,
     deadline: float,
 ) -> None:
@@ -118,13 +118,13 @@ def measure_cell(
     deadline: a value of time.monotonic(), after which no more groups of questions are started
     """
     for server in servers:
-        warm_up(runner, server, cell)
+        warm_up(runner, server, job)
         record.counters_before.append(read_server_counters(server))
 
-    chats = cell.question_set.chats
+    chats = job.question_set.chats
     group_size = 1
-    if cell.concurrency > 1:
-        group_size = QUESTIONS_PER_CONCURRENT_REQUEST * cell.concurrency
+    if job.concurrency > 1:
+        group_size = QUESTIONS_PER_CONCURRENT_REQUEST * job.concurrency
     num_batches = 0
     for start in range(0, len(chats), group_size):
         if record.numbers and time.monotonic() > deadline:
@@ -142,23 +142,23 @@ def measure_cell(
                 order.reverse()
             num_batches += 1
             open_chats = answer_turn(
-                runner, servers, order, cell, record, histories, open_chats, turn
+                runner, servers, order, job, record, histories, open_chats, turn
             )
-            progress(len(record.numbers), cell.num_turns - record.left_out)
+            progress(len(record.numbers), job.num_turns - record.left_out)
 
 
-def warm_up(runner: asyncio.Runner, server: EngineServer, cell: ServedCell) -> None:
+def warm_up(runner: asyncio.Runner, server: EngineServer, job: ServedJob) -> None:
     """Send as many short requests as will run at the same time. They are not measured.
 
     Raises RequestRefused if the server refuses them.
     """
     requests = []
-    for i in range(cell.concurrency):
+    for i in range(job.concurrency):
         messages = [{"role": "user", "content": f"Count upwards from {i + 1}."}]
-        body = cell.build_request(server, messages, seed=i)
-        body["max_tokens"] = min(WARMUP_TOKENS_PER_REQUEST, cell.max_new_tokens)
+        body = job.build_request(server, messages, seed=i)
+        body["max_tokens"] = min(WARMUP_TOKENS_PER_REQUEST, job.max_new_tokens)
         requests.append(body)
-    answers, _ = runner.run(stream_answers(server, requests, cell.concurrency))
+    answers, _ = runner.run(stream_answers(server, requests, job.concurrency))
     for answer in answers:
         if isinstance(answer, RequestRefused):
             raise answer
@@ -193,8 +193,8 @@ def answer_turn(
     runner: asyncio.Runner,
     servers: Sequence[EngineServer],
     order: Sequence[int],
-    cell: ServedCell,
-    record: CellRecord,
+    job: ServedJob,
+    record: JobRecord,
     histories: dict[int, list[dict[str, str]]],
     open_chats: list[int],
     turn: int,
@@ -208,7 +208,7 @@ def answer_turn(
 
     Returns the indices of the chats that all servers have answered. The others are left out.
     """
-    chats = cell.question_set.chats
+    chats = job.question_set.chats
     numbers = [turn * len(chats) + i for i in open_chats]
     answers_by_server: dict[int, list[StreamedAnswer | RequestRefused]] = {}
     seconds_by_server = {}
@@ -216,11 +216,11 @@ def answer_turn(
         if k != order[0]:
             time.sleep(PAUSE_BETWEEN_SERVERS_SECONDS)
         requests = [
-            cell.build_request(servers[k], histories[i], seed=number)
+            job.build_request(servers[k], histories[i], seed=number)
             for i, number in zip(open_chats, numbers, strict=True)
         ]
         answers_by_server[k], seconds_by_server[k] = runner.run(
-            stream_answers(servers[k], requests, cell.concurrency)
+            stream_answers(servers[k], requests, job.concurrency)
         )
 
     answered_chats = []

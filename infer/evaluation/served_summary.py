@@ -29,7 +29,7 @@ SGLANG_TAU_GAUGE = "sglang:spec_accept_length"
 
 
 @dataclass(frozen=True)
-class ServedCell:
+class ServedJob:
     """What is measured for one row of the table: a question set at one temperature and with one
     number of concurrent requests.
     """
@@ -60,8 +60,8 @@ class ServedCell:
 
 
 @dataclass
-class CellRecord:
-    """What was measured so far for a `ServedCell`. The lists `answers`, `seconds` and
+class JobRecord:
+    """What was measured so far for a `ServedJob`. The lists `answers`, `seconds` and
     `counters_before` have an entry for each server.
 
     numbers: number of the question of each answer
@@ -89,10 +89,10 @@ def read_server_counters(server: EngineServer) -> dict[str, float]:
         return {}
 
 
-def summarise_cell(
+def summarise_job(
     servers: Sequence[EngineServer],
-    cell: ServedCell,
-    record: CellRecord,
+    job: ServedJob,
+    record: JobRecord,
     max_minutes: float | None,
 ) -> ServedSetResult:
     """Return the results of one row of the table.
@@ -114,14 +114,14 @@ def summarise_cell(
         identical_outputs = sum(answer.text == expected.text for answer, expected in pairs)
     time_limit_note = None
     if max_minutes is not None:
-        num_turns = cell.num_turns - record.left_out
+        num_turns = job.num_turns - record.left_out
         time_limit_note = describe_time_limit(max_minutes, len(record.numbers), num_turns)
     return ServedSetResult(
-        set=cell.question_set.name,
-        title=cell.question_set.title,
-        temperature=cell.temperature,
-        concurrency=cell.concurrency,
-        questions=len(cell.question_set.chats),
+        set=job.question_set.name,
+        title=job.question_set.title,
+        temperature=job.temperature,
+        concurrency=job.concurrency,
+        questions=len(job.question_set.chats),
         left_out=record.left_out,
         server=measurements[0],
         refusal=record.refusal,
@@ -133,7 +133,7 @@ def summarise_cell(
     )
 
 
-def summarise_server(server: EngineServer, record: CellRecord, k: int) -> ServerMeasurement:
+def summarise_server(server: EngineServer, record: JobRecord, k: int) -> ServerMeasurement:
     """Return the measured values of a server.
 
     k: index of the server

@@ -240,8 +240,8 @@ def describe_tau(chain: MethodResult, tree: MethodResult | None) -> str:
     if tree is not None:
         taus += f" and {tree.tau:.2f} with {tree.label} (a tree of {tree.budget} drafted tokens)"
     return (
-        f"A pass of the target adds {taus}; without a drafter it adds 1 token. τ does not "
-        "depend on the machine."
+        f"A pass of the target adds {taus}; without a drafter it adds 1 token, and τ does "
+        "not depend on the machine."
     )
 
 
